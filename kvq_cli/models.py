@@ -231,6 +231,7 @@ def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
         raise UsageError(
             f"a model of type {config.model_type} has layers of different sizes, which kvq does not compress"
         ) from error
+    windows = _windows(config)
     return ModelShape(
         layers=config.num_hidden_layers,
         query_heads=heads,
@@ -238,7 +239,8 @@ def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         dtype=dtype,
-        windows=_windows(config),
+        windows=windows,
+        context=model_context(config) if windows else 0,
     )
 
 

@@ -22,12 +22,17 @@ def parse_options(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str
     owner: for messages, such as "method kivi". Raises UsageError naming the valid options, or the expected type.
     """
     types_ = typing.get_type_hints(cls)
-    valid = [field.name for field in dataclasses.fields(cls)]
+    valid = [field.name for field in option_fields(cls)]
     for key in options:
         if key not in valid:
             listed = f"its options are: {', '.join(valid)}" if valid else "it has no options"
             raise UsageError(f"{owner} has no option {key!r}; {listed}{did_you_mean(key, valid)}")
     return {key: _parse(owner, key, value, types_[key]) for key, value in options.items()}
+
+
+def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass of options: its own, then those that all classes of its kind have."""
+    return sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only))
 
 
 def option_text(value: object) -> str:

@@ -14,7 +14,7 @@ from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
-from kvq_cli.methods.registry import from_config, to_config
+from kvq_cli.methods.registry import from_config
 from kvq_cli.methods.specs import Spec, Tensors
 
 
@@ -109,10 +109,10 @@ def _model_shape(model: Mapping[str, Any]) -> ModelShape:
 
 def _check_options(options: Mapping[str, Any], method: Method) -> None:
     """Options must have the type that calibration writes: flags and strings are converted, files are not."""
-    parsed = to_config(method)
     for key, value in options.items():
-        if type(value) is not type(parsed[key]) or value != parsed[key]:
-            raise KvqError(f"method.{key} must be {parsed[key]!r}, as it is written by calibration")
+        parsed = getattr(method, key)
+        if type(value) is not type(parsed) or value != parsed:
+            raise KvqError(f"method.{key} must be {parsed!r}, as it is written by calibration")
 
 
 def _by_layer(tensors: Mapping[str, StoredTensor], layers: int, where: Path) -> list[dict[str, StoredTensor]]:

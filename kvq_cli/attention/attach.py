@@ -218,7 +218,7 @@ def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, l
         tensors = [{name: tensor.to(device) for name, tensor in artifact.layer(i).items()} for i in range(shape.layers)]
     elif method.needs_artifact(shape):
         raise UsageError(f"method {method.name} needs an artifact: make one with kvq calibrate --method {method.name}")
-    return method, [method.plan(index, shape, tensors[index]) for index in range(shape.layers)]
+    return method, [method.layer_plan(index, shape, tensors[index]) for index in range(shape.layers)]
 
 
 def _rematerializers(layer: AttentionLayer, plan: LayerPlan) -> tuple[Rematerialize | None, Rematerialize | None]:

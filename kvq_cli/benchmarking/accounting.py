@@ -79,7 +79,7 @@ def seen_numbers(shape: ModelShape, context: int, batch: int = 1) -> int:
 @lru_cache(maxsize=32)
 def _plans(method: Method, shape: ModelShape) -> tuple[tuple[LayerPlan, int | None, int], ...]:
     """The plans and sliding windows that differ, and how many layers have each."""
-    return tuple(_distinct(shape, lambda layer: method.plan(layer, shape, artifact_specs(method, shape, layer))))
+    return tuple(_distinct(shape, lambda layer: method.layer_plan(layer, shape, artifact_specs(method, shape, layer))))
 
 
 def distinct_plans(shape: ModelShape, plan: Callable[[int], LayerPlan]) -> list[tuple[LayerPlan, int]]:

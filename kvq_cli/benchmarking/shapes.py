@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvq_cli.errors import UsageError, did_you_mean
@@ -53,11 +53,12 @@ class LlamaShape:
 
     def model_shape(self, dtype: str = "float16") -> ModelShape:
         """Return the shape as `Method.plan` takes it."""
-        windows: tuple[int | None, ...] = ()
-        if self.local is not None:
-            window, period = self.local
-            windows = tuple(None if (layer + 1) % period == 0 else window for layer in range(self.layers))
-        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype, windows)
+        shape = ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype)
+        if self.local is None:
+            return shape
+        window, period = self.local
+        windows = tuple(None if (layer + 1) % period == 0 else window for layer in range(self.layers))
+        return replace(shape, windows=windows, context=self.context)
 
 
 SHAPES = {

@@ -267,7 +267,7 @@ class SavedCache:
         sides = [{"dtype": about["dtype"], "prefill": about["prefill"], "artifact": about["artifact"], **held}]
         sides.append({"dtype": origin.dtype, "prefill": origin.prefill, "artifact": origin.artifact, **given})
         for key in [*sides[1], *sides[0]]:
-            one, other = (_short(side.get(key)) for side in sides)
+            one, other = (_short(side.get(key, "default")) for side in sides)
             if sides[0].get(key) != sides[1].get(key) or (key in sides[0]) != (key in sides[1]):
                 key = _short(key)
                 raise UsageError(f"{path} was saved with {key}={one}, not {key}={other}: pass the same, or save again")

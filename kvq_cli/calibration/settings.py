@@ -115,7 +115,7 @@ def calibrate_command(method: Method, loaded: LoadedModel, settings: Mapping[str
     if "bits" in config:
         words += ["--bits", option_text(config.pop("bits"))]
     for key, value in config.items():
-        if value != defaults[key]:
+        if value != defaults.get(key):
             words += ["--set", f"{key}={option_text(value)}"]
     words += ["--model", loaded.name]
     dtype = loaded.shape.dtype

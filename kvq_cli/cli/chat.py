@@ -42,7 +42,7 @@ def chat(
             out.note(line)
         out.note(f"{generator.loaded.label}; /help lists the commands, Ctrl-C stops an answer, Ctrl-D quits")
         interrupts = Interrupts()
-        session = ChatSession(Conversation(generator), out, interrupts)
+        session = ChatSession(Conversation(generator, note=out.note), out, interrupts)
         if system is not None:
             session.set_system(system)
         with interrupts.installed():

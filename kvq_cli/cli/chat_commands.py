@@ -90,7 +90,7 @@ def compare(chat: ChatSession, question: str) -> None:
         raise UsageError("/compare: this conversation has no compression; start it with another --method")
     check_utf8(question, "the question")
     ids = chat.conversation.prompt_ids(question)
-    generator.max_new_tokens(len(ids))
+    generator.check_prompt(len(ids))
     answers: list[GeneratedText] = []
     for name, cache in (
         (generator.attached.method.name, generator.attached.new_cache()),

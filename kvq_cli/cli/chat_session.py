@@ -70,6 +70,8 @@ class ChatSession:
         write_stdout("\n")
         if answer.is_empty and not self.interrupts.count:
             self.out.note("the answer is empty: the model's first token was a stop token")
+        for line in answer.notes(self.conversation.generator.loaded):
+            self.out.note(line)
         self.out.note(self._status_line(answer))
         return answer
 
@@ -83,7 +85,7 @@ class ChatSession:
 
     def _status_line(self, answer: GeneratedText) -> str:
         """`context 58 of 2,048 tokens; cache 120.0 KiB, 1.2 MiB at 16 bit; 21.3 tokens/s`"""
-        used, context = answer.prompt_tokens + len(answer.ids), self.conversation.generator.loaded.context
+        used, context = answer.held_tokens, self.conversation.generator.loaded.context
         parts = ["stopped"] if self.interrupts.count else []
         parts.append(f"context {used:,} of {context:,} tokens")
         if answer.cache:

@@ -22,7 +22,7 @@ class Conversation:
 
     messages: of the user and the model, in turns. system: the system message, if any. ids: without the next turn's;
     empty where they are to be encoded again. turn_start: number of ids before the last turn. attempt: of the last
-    answer, counted from 0.
+    answer, counted from 0. note: told what was dropped to make room.
     """
 
     generator: TextGenerator
@@ -32,6 +32,7 @@ class Conversation:
     cache: CompressedCache | None = None
     turn_start: int = 0
     attempt: int = 0
+    note: Callable[[str], None] = lambda line: None
 
     def ask(
         self,
@@ -40,20 +41,24 @@ class Conversation:
         stop: Callable[[], bool] | None = None,
         attempt: int = 0,
     ) -> GeneratedText:
-        """Append a message and the generated answer; on an error, the conversation is unchanged.
+        """Append a message and the generated answer; on an error, the conversation is unchanged, but for turns that
+        were dropped to make room for the message.
 
         write, stop, attempt: as in `TextGenerator.generate`. An answer that is stopped is kept as far as it goes.
         """
-        ids = self.prompt_ids(message)
-        self.generator.max_new_tokens(len(ids))  # refuses a prompt that is too long before the cache is changed
+        ids = self._with_room(message)
+        self.generator.check_prompt(len(ids))  # refuses a prompt that is too long before the cache is changed
         cache, goes_on = self.cache, ids[: len(self.ids)] == self.ids
         if cache is None or not goes_on:
             cache = self.generator.attached.new_cache()
         self.cache = None  # an error leaves the cache inconsistent: keep it only when the answer is complete
-        answer = self.generator.generate(ids, cache, write, stop, attempt)
+        answer = self.generator.generate(ids, cache, write, stop, attempt, self._opening())
         self.turn_start = len(self.ids) if goes_on else 0
         self.messages = [*self._with(message), {"role": "assistant", "content": answer.text}]
-        self.ids, self.cache, self.attempt = ids + answer.ids, cache, attempt
+        self.ids, self.cache = ids + answer.ids, cache
+        if answer.dropped:  # the cache holds a part of the last turn; the next message drops turns before it
+            self.load(self.messages)
+        self.attempt = attempt
         return answer
 
     def ask_again(self, write: Callable[[str], None], stop: Callable[[], bool] | None = None) -> GeneratedText:
@@ -109,6 +114,28 @@ class Conversation:
             if known and text.startswith(known):
                 return self.ids + encode_prompt(tokenizer, text[len(known) :], special_tokens=False)
         return encode_prompt(tokenizer, text, special_tokens=False)
+
+    def _with_room(self, message: str) -> list[int]:
+        """`prompt_ids`. With `drop_oldest`, where they leave no room for an answer (of a quarter of the context at
+        most), the oldest turns are dropped until they take half the context, and the others are read anew."""
+        ids, turns = self.prompt_ids(message), len(self.messages)
+        context, decoding = self.generator.loaded.context, self.generator.decoding
+        if decoding.drop_oldest and len(ids) + min(decoding.max_new_tokens, context // 4) > context:
+            while self.messages and len(ids) > context // 2:
+                self.load(self.messages[2:])
+                ids = self.prompt_ids(message)
+        if dropped := (turns - len(self.messages)) // 2:
+            of = f"{dropped} of {turns // 2} turns"
+            self.note(f"the context is full: {of} were dropped, the oldest; the others are read anew")
+        return ids
+
+    def _opening(self) -> int:
+        """Number of tokens before the first message, of which none is dropped."""
+        from kvq_cli.evaluation.chat_template import chat_opening, system_message
+
+        system = [] if self.system is None else [system_message(self.system)]
+        drops = self.generator.decoding.drop_oldest
+        return chat_opening(self.generator.loaded.tokenizer, system) if drops and self.has_template else 0
 
     def _with(self, message: str) -> list[dict[str, str]]:
         return [*self.messages, {"role": "user", "content": message}]

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -58,6 +58,14 @@ Chunk = Annotated[
         "to the first chunk alone.",
     ),
 ]
+WhenFull = Annotated[
+    Literal["stop", "drop-oldest"],
+    _decoding(
+        "--when-full",
+        help="Where the context is full: end the answer, or drop the oldest tokens behind the first ones, lose what "
+        "they say, and go on.",
+    ),
+]
 Raw = Annotated[
     bool,
     typer.Option(
@@ -100,12 +108,13 @@ class DecodingOptions:
     top_p: Annotated[TopP, _generates] = None
     top_k: Annotated[TopK, _generates] = None
     prefill_chunk: Chunk = None
+    when_full: Annotated[WhenFull, _generates] = "stop"
 
     def decoding(self, seed: int, num_beams: int = 1) -> Decoding:
         """Decoding parameters; UsageError for flags that contradict each other."""
-        return Decoding(
-            self.max_new_tokens, self.temperature, self.top_p, self.top_k, num_beams, self.prefill_chunk, seed
-        )
+        sampling = self.temperature, self.top_p, self.top_k
+        drops = self.when_full == "drop-oldest"
+        return Decoding(self.max_new_tokens, *sampling, num_beams, self.prefill_chunk, seed, drops)
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ def generate(
 ) -> None:
     """Generate text from a prompt with a compressed cache: text on stdout; method, speed and cache size on stderr."""
     out = output.output()
-    from kvq_cli.evaluation.chat_template import uses_chat_template
+    from kvq_cli.evaluation.chat_template import chat_opening, uses_chat_template
 
     if raw and system is not None:
         raise UsageError("--raw with --system: plain text has no system message; use one of them")
@@ -157,18 +166,20 @@ def generate(
             chat = cache.loaded is not None and cache.loaded.template is not None
         else:
             ids = _encode(generator.loaded.tokenizer, messages, chat)
-        max_new_tokens = generator.max_new_tokens(len(ids))
+        generator.check_prompt(len(ids))
         for line in generator.notes:
             out.note(line)
-        if max_new_tokens < decoding.max_new_tokens:
-            out.note(f"the context of {generator.loaded.name} leaves room for {max_new_tokens} new tokens")
         if cache is None:
-            cache = generator.attached.new_cache(len(ids) + max_new_tokens)
-        generated = generator.generate(ids, cache, (lambda piece: None) if output.as_json else write_stdout)
+            cache = generator.new_cache(len(ids))
+        first = chat_opening(generator.loaded.tokenizer, messages[:-1]) if chat and parameters.drop_oldest else 0
+        write = (lambda piece: None) if output.as_json else write_stdout
+        generated = generator.generate(ids, cache, write, first=first)
     if not output.as_json:
         write_stdout("\n")
     if generated.is_empty:
         out.note("the answer is empty: the model's first token was a stop token")
+    for line in generated.notes(generator.loaded):
+        out.note(line)
     out.note(generated.summary())
     if chat:
         out.note("the prompt was sent in the model's chat template; --raw continues it as it is")

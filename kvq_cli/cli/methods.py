@@ -10,7 +10,7 @@ import typer
 
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output
-from kvq_cli.options import option_text
+from kvq_cli.options import option_fields, option_text
 
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
@@ -94,9 +94,7 @@ def _sizes(name: str) -> dict[str, float]:
 
 def _options(cls: type[Method]) -> list[dict[str, Any]]:
     keys = ("help", "choices", "at_least", "at_most")
-    return [
-        {"name": f.name, "default": f.default, **{k: f.metadata.get(k) for k in keys}} for f in dataclasses.fields(cls)
-    ]
+    return [{"name": f.name, "default": f.default, **{k: f.metadata.get(k) for k in keys}} for f in option_fields(cls)]
 
 
 def _valid_values(option: dict[str, Any]) -> str:

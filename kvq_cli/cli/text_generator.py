@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.cache_lines import cache_line, longer_text
+from kvq_cli.cli.character_streamer import CharacterStreamer
 from kvq_cli.cli.failures import escaped_answer
 from kvq_cli.errors import KvqError, UsageError, reason
 
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 
+#: First tokens of a text that are kept where the oldest are dropped, as attention sinks (StreamingLLM).
+MIN_SINKS = 4
+
+
 @dataclass(frozen=True)
 class Decoding:
     """Decoding parameters, named as in transformers' `generate`. Temperature 0 is greedy decoding.
 
-    top_p, top_k: None for the model's own, else all tokens.
+    top_p, top_k: None for the model's own, else all tokens. drop_oldest: go on where the context is full, see
+    `TextGenerator.generate`; else the answer ends there.
     Raises UsageError for parameters that contradict each other.
     """
 
@@ -37,6 +43,7 @@ class Decoding:
     num_beams: int = 1
     prefill_chunk: int | None = None
     seed: int = 0
+    drop_oldest: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature == float("inf"):
@@ -48,6 +55,8 @@ class Decoding:
             raise UsageError(f"{flag} needs sampling: add --temperature, for example --temperature 0.7")
         if self.num_beams > 1 and self.temperature > 0:
             raise UsageError("--num-beams (beam search) with --temperature (sampling): use one of them")
+        if self.num_beams > 1 and self.drop_oldest:
+            raise UsageError("--num-beams (beam search) with --when-full drop-oldest: use one of them")
 
     def too_cold(self) -> UsageError:
         """The error of a temperature by which logits cannot be divided."""
@@ -78,7 +87,8 @@ class GeneratedText:
 
     ids: the new tokens, stop token included. rate: tokens per second after the first new token; None for a single token
     and for beam search. cache: `CacheReport.to_dict()`; empty for an uncompressed cache of transformers. longer: how
-    large the cache of a longer text is; see `longer_text`.
+    large the cache of a longer text is; see `longer_text`. is_cut: the answer ends where the context is full. dropped:
+    the oldest tokens that were left out behind the first ones.
     """
 
     text: str
@@ -89,6 +99,13 @@ class GeneratedText:
     rate: float | None
     cache: dict[str, Any]
     longer: str = ""
+    is_cut: bool = False
+    dropped: int = 0
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of the prompt and the answer, but for those that were dropped."""
+        return self.prompt_tokens + len(self.ids) - self.dropped
 
     @property
     def is_empty(self) -> bool:
@@ -100,11 +117,21 @@ class GeneratedText:
             "text": self.text,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": len(self.ids),
+            "dropped_tokens": self.dropped,
             "seconds": round(self.seconds, 4),
             "prefill_seconds": None if self.prefill_seconds is None else round(self.prefill_seconds, 4),
             "tokens_per_second": None if self.rate is None else round(self.rate, 2),
             "cache": self.cache,
         }
+
+    def notes(self, loaded: LoadedModel) -> list[str]:
+        """Lines on what the context of the model made of the answer."""
+        if not self.dropped and not self.is_cut:
+            return []
+        full = f"the context of {loaded.name} ({loaded.context:,} tokens) was full: "
+        if self.is_cut:
+            return [f"{full}the answer ends there; --when-full drop-oldest drops the oldest tokens and goes on"]
+        return [f"{full}{self.dropped:,} tokens were dropped, the oldest; the others were read anew"]
 
     def summary(self) -> str:
         """Two lines for stderr: speed, and cache size compared with 16 bit."""
@@ -130,14 +157,27 @@ class TextGenerator:
     decoding: Decoding
     notes: list[str] = field(default_factory=list)
 
-    def max_new_tokens(self, prompt_tokens: int) -> int:
-        """New tokens that fit behind the prompt; UsageError if the prompt alone fills the context."""
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Raise UsageError if the prompt alone fills the context, and no tokens may be dropped."""
         context = self.loaded.context
-        if prompt_tokens >= context:
+        if prompt_tokens >= context and not self.decoding.drop_oldest:
             raise UsageError(
-                f"the prompt has {prompt_tokens} tokens, the context of {self.loaded.name} {context}: shorten it"
+                f"the prompt has {prompt_tokens} tokens, the context of {self.loaded.name} {context}: shorten it, or "
+                "drop its oldest tokens with --when-full drop-oldest"
             )
-        return min(self.decoding.max_new_tokens, context - prompt_tokens)
+
+    def new_cache(self, prompt_tokens: int) -> CompressedCache:
+        """An empty cache with room for an answer to a prompt of so many tokens."""
+        tokens = prompt_tokens + self.decoding.max_new_tokens
+        return self.attached.new_cache(min(tokens, self.loaded.context))
+
+    def _newest(self, ids: list[int], first: int) -> list[int]:
+        """As many tokens of a text as fill half the context: its first ones and its newest ones. The first are `first`
+        tokens, or those that the method keeps as attention sinks, or 4; a quarter of the context at most."""
+        half = self.loaded.context // 2
+        sinks = (stream.window.sinks for plan in self.attached.plans for stream in plan.kept)
+        first = min(max(first, MIN_SINKS, *sinks), half // 2)
+        return ids[:first] + ids[first - half :]
 
     def generate(
         self,
@@ -146,11 +186,16 @@ class TextGenerator:
         write: Callable[[str], None],
         stop: Callable[[], bool] | None = None,
         attempt: int = 0,
+        first: int = 0,
     ) -> GeneratedText:
         """Continue the tokens `ids`, a prefix of which `cache` may hold; `write` gets each new piece of text.
 
+        Where the context is full, the answer ends. With `drop_oldest`, the first and the newest tokens, half a context
+        together, are read anew into a new cache, as a text of these tokens alone, and continued.
+
         cache: None: transformers' own, uncompressed. stop: called after each token; True ends the text, and leaves the
-        cache as a text that ended by itself. attempt: added to the seed, for other samples.
+        cache as a text that ended by itself. attempt: added to the seed, for other samples. first: tokens that are
+        never dropped, such as a system message; see `_newest`.
         """
         import torch
         from transformers import StoppingCriteriaList
@@ -158,14 +203,13 @@ class TextGenerator:
         from kvq_cli.evaluation.generation import continue_ids, pad_token, sampling_defaults, stop_tokens
 
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
-        max_new_tokens = self.max_new_tokens(len(ids))
-        prompt = torch.tensor([ids], device=model.device)
+        self.check_prompt(len(ids))
+        context, drops = self.loaded.context, self.decoding.drop_oldest
         torch.manual_seed(self.decoding.seed + attempt)
         streamer = CharacterStreamer(tokenizer, write)
         stops = stop_tokens(self.loaded)
         defaults = sampling_defaults(model)
-        settings = self.decoding.arguments(max_new_tokens, defaults)
-        settings |= {"eos_token_id": stops or None, "pad_token_id": pad_token(self.loaded, stops)}
+        ends = {"eos_token_id": stops or None, "pad_token_id": pad_token(self.loaded, stops)}
         arguments: dict[str, Any] = {}
         if self.decoding.num_beams == 1:
             arguments["streamer"] = streamer  # beam search knows its answer only at the end
@@ -174,8 +218,19 @@ class TextGenerator:
                 [lambda ids, _: ids.new_full(ids.shape[:1], stop(), dtype=torch.bool)]
             )
         start = time.perf_counter()
+        answer = _Answer(ids, cache)
         try:
-            out = continue_ids(model, prompt, torch.ones_like(prompt), cache, settings, **arguments)
+            while not answer.is_done:
+                if drops and len(answer.held) >= context:
+                    answer.drop(self._newest(answer.held, first), self.new_cache)
+                room = min(self.decoding.max_new_tokens - len(answer.ids), context - len(answer.held))
+                settings = self.decoding.arguments(room, defaults) | ends
+                prompt = torch.tensor([answer.held], device=model.device)
+                out = continue_ids(model, prompt, torch.ones_like(prompt), answer.cache, settings, **arguments)
+                answer.add(out[0, len(answer.held) :].tolist())
+                ended = len(answer.ids) == self.decoding.max_new_tokens or answer.ids[-1] in stops
+                answer.is_cut = not ended and len(answer.held) == context and not (stop is not None and stop())
+                answer.is_done = not answer.is_cut or not drops
         except RuntimeError as error:
             if "probability tensor" not in str(error):
                 raise
@@ -186,65 +241,42 @@ class TextGenerator:
             raise KvqError(f"the model's generation_config.json: {reason(error)}") from error
         self.attached.check_steps()
         seconds = time.perf_counter() - start
-        new_ids = out[0, len(ids) :].tolist()
         if self.decoding.num_beams > 1:
             streamer.put(prompt)
-            streamer.put(torch.tensor(new_ids))
-            streamer.end()
+            streamer.put(torch.tensor(answer.ids))
+        streamer.finish()
         prefill_seconds = streamer.first_token_time - start if self.decoding.num_beams == 1 else None
         rate = None
-        if prefill_seconds is not None and len(new_ids) > 1:
-            rate = (len(new_ids) - 1) / (seconds - prefill_seconds)
-        report = {} if cache is None else self.attached.report(cache).to_dict()
+        if prefill_seconds is not None and len(answer.ids) > 1:
+            rate = (len(answer.ids) - 1) / (seconds - prefill_seconds)
+        report = {} if answer.cache is None else self.attached.report(answer.cache).to_dict()
         longer = longer_text(report, self.attached.method, self.loaded) if report else ""
         text = "".join(streamer.pieces)
-        return GeneratedText(text, new_ids, len(ids), seconds, prefill_seconds, rate, report, longer)
+        timed = seconds, prefill_seconds, rate
+        return GeneratedText(text, answer.ids, len(ids), *timed, report, longer, answer.is_cut, answer.dropped)
 
 
 @dataclass
-class CharacterStreamer:
-    """A streamer for transformers' `generate` that passes on text as soon as its bytes form whole characters."""
+class _Answer:
+    """An answer while it is generated.
 
-    tokenizer: Any
-    write: Callable[[str], None]
-    first_token_time: float = 0.0  # of `time.perf_counter`
-    pieces: list[str] = field(default_factory=list)
-    _prompt_seen: bool = False
-    _ids: list[int] = field(default_factory=list)
-    _written: int = 0
+    held: the tokens of the text, of which `cache` has all but the last. ids: the new ones. dropped: how many were lost.
+    """
 
-    def put(self, tokens: Any) -> None:
-        if not self._prompt_seen:  # `generate` passes the prompt first
-            self._prompt_seen = True
-            return
-        self.first_token_time = self.first_token_time or time.perf_counter()
-        self._ids += tokens.flatten().tolist()
-        text = self._text(self._ids)
-        if not text.endswith("\ufffd"):  # an incomplete character
-            self._write_new(text)
-            if text.endswith("\n"):
-                self._forget_line()
+    held: list[int]
+    cache: CompressedCache | None
+    ids: list[int] = field(default_factory=list)
+    dropped: int = 0
+    is_cut: bool = False
+    is_done: bool = False
 
-    def _forget_line(self) -> None:
-        """Keep the line break alone, so that a complete line is not decoded again with every token.
+    def add(self, ids: list[int]) -> None:
+        self.held, self.ids = self.held + ids, self.ids + ids
 
-        Some decoders strip a space at the beginning of the text: without the line break, of the next line's indent.
-        """
-        kept = self._text(self._ids[-1:])
-        if kept.endswith("\n"):  # not so behind a special token, which has no text
-            self._ids, self._written = self._ids[-1:], len(kept)
-
-    def end(self) -> None:
-        self._write_new(self._text(self._ids))
-
-    def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _write_new(self, text: str) -> None:
-        if piece := text[self._written :]:
-            self.pieces.append(piece)
-            self.write(piece)
-            self._written = len(text)
+    def drop(self, kept: list[int], new_cache: Callable[[int], CompressedCache]) -> None:
+        """Keep these tokens of the text alone, which are to be read into a new cache."""
+        self.dropped += len(self.held) - len(kept)
+        self.held, self.cache = kept, None if self.cache is None else new_cache(len(kept))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -88,3 +89,10 @@ def chat_prompt(
     if not isinstance(text, str):
         raise KvqError("the tokenizer's chat template does not return text")
     return text
+
+
+def chat_opening(tokenizer: PreTrainedTokenizerBase, system: list[dict[str, str]]) -> int:
+    """Number of tokens that the chat template writes before the first user's message. system: the system message, if
+    any."""
+    texts = [chat_prompt(tokenizer, [*system, {"role": "user", "content": content}]) for content in ("0", "1")]
+    return len(encode_prompt(tokenizer, os.path.commonprefix(texts), special_tokens=False))

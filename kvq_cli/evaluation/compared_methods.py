@@ -63,7 +63,7 @@ def _label_with_options(one: ComparedMethod, same: list[ComparedMethod]) -> str:
     different = {
         key: value
         for key, value in _non_default_options(one.method).items()
-        if any(other.identity["method"][key] != value for other in same)
+        if any(other.identity["method"].get(key) != value for other in same)
     }
     return _join_options(one.label, different)
 
@@ -75,7 +75,7 @@ def _artifact_name(one: ComparedMethod) -> str:
 def _non_default_options(method: Method) -> dict[str, object]:
     """Options that differ from their default, without bits, which are part of every label."""
     default = to_config(type(method)())
-    return {key: value for key, value in to_config(method).items() if key != "bits" and value != default[key]}
+    return {key: value for key, value in to_config(method).items() if key != "bits" and value != default.get(key)}
 
 
 def _join_options(label: str, options: Mapping[str, object]) -> str:

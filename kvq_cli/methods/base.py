@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvq_cli.codecs.base import AnyCodec, Codec
+from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
@@ -26,6 +27,7 @@ class ModelShape:
     """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`.
 
     windows: per layer, the newest tokens that a query sees, itself included; None: all. Empty: all layers see all.
+    context: with windows, the longest text that the model takes, in tokens; 0: not known.
     """
 
     layers: int
@@ -35,6 +37,7 @@ class ModelShape:
     hidden_size: int
     dtype: str
     windows: tuple[int | None, ...] = ()
+    context: int = 0
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, in tokens; None: its queries see all tokens."""
@@ -107,6 +110,12 @@ class LayerPlan:
         return (self.keys,) if self.shared else (self.keys, self.values)
 
 
+def uncompressed() -> LayerPlan:
+    """The plan of a layer whose keys, after RoPE, and values are kept in the model's dtype."""
+    exact = IdentityCodec()
+    return LayerPlan(StreamPlan("post_rope", exact, Window()), StreamPlan("value", exact, Window()))
+
+
 def of_stream(tensors: Mapping[str, T], kind: str) -> dict[str, T]:
     """The tensors of a layer's keys ("k") or values ("v"), without the prefix `<kind>.` of their names."""
     return {name.removeprefix(f"{kind}."): x for name, x in tensors.items() if name.startswith(f"{kind}.")}
@@ -132,6 +141,9 @@ def option(
 
 #: Largest whole number of an option without `at_most`: windows are allocated, whatever they hold.
 MAX_OPTION = 2**20
+#: `local=auto` keeps sliding windows of at most so many tokens in 16 bits, where packing them would save less than this
+#: share of the packed cache.
+MAX_LOCAL_WINDOW, MIN_LOCAL_SAVING = 1024, 0.05
 #: Metadata of fields declared without `option`: any value is valid.
 _ANYTHING = {"choices": None, "at_least": None, "at_most": None}
 
@@ -146,6 +158,14 @@ class Method(ABC):
     caches: ClassVar[str]  # the tensors cached for each token
     calibration_result: ClassVar[str] = ""  # the tensors that its calibration computes
     calibrates: ClassVar[bool] = False  # True: needs an artifact
+
+    _: KW_ONLY
+    local: str = option(
+        "auto",
+        "layers with a sliding window: 16bit, packed, or auto: in 16 bits where packing them saves next to nothing",
+        choices=("auto", "16bit", "packed"),
+        runtime=True,
+    )
 
     def __post_init__(self) -> None:
         """Raise UsageError for invalid option values, naming the valid ones."""
@@ -174,6 +194,29 @@ class Method(ABC):
         "v.mean"), or their specs where nothing is run; empty for methods that do not calibrate. Raises UsageError where
         the shape does not allow them.
         """
+
+    def layer_plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
+        """The plan by which a layer is cached: that of `plan`, or 16 bits for a layer with a sliding window where
+        `local` says so."""
+        local = shape.window(layer) is not None and self.keeps_local(shape)
+        return uncompressed() if local else self.plan(layer, shape, tensors)
+
+    def keeps_local(self, shape: ModelShape) -> bool:
+        """Whether layers with a sliding window are kept in 16 bits.
+
+        With `local=auto`: where no window is longer than 1,024 tokens, and packing them saves memory, but less than 5 %
+        of the packed cache of a text as long as the model's context, in nominal bits of the tokens that queries see.
+        UsageError where `local=16bit` leaves no layer to compress.
+        """
+        if self.local == "16bit" and shape.windows and None not in shape.windows:
+            raise UsageError(f"{self.name}: local=16bit compresses no layer, all have a window: set local=packed")
+        if self.local != "auto":
+            return self.local == "16bit"
+        if max((window or 0 for window in shape.windows), default=0) > MAX_LOCAL_WINDOW:
+            return False
+        seen = [min(window or shape.context, shape.context) for window in shape.windows]
+        local = sum(tokens for tokens, window in zip(seen, shape.windows, strict=True) if window is not None)
+        return 0 < local * (16 - self.nominal_bits) < MIN_LOCAL_SAVING * sum(seen) * self.nominal_bits
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:
         """The plan of a layer's keys ("k") or values ("v") alone.

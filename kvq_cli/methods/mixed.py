@@ -16,8 +16,8 @@ from kvq_cli.methods.transform_specs import MixedSpec
 
 #: Methods that pack the keys of a layer without its values, token blocks alone, without a state of each prompt.
 PARTS = ("fp16", "kivi", "kvquant", "channelkv", "temporalkv", "klt")
-#: Options of the windows, which all streams share.
-_WINDOWS = ("sinks", "recent", "buffer")
+#: Options that all streams share.
+_SHARED = ("sinks", "recent", "buffer", "local")
 
 
 @register
@@ -83,7 +83,7 @@ class Mixed(Method):
         return _words(self.keys if kind == "k" else self.values)
 
     def _method(self, name: str) -> Method:
-        return _component(name, self.bits, tuple((option, getattr(self, option)) for option in _WINDOWS))
+        return _component(name, self.bits, tuple((option, getattr(self, option)) for option in _SHARED))
 
     def _check_layers(self, shape: ModelShape) -> None:
         for option_, names in (("keys", self._names("k")), ("values", self._names("v"))):

@@ -92,8 +92,11 @@ def build_parsed(text: str, **shared: Any) -> Method:
 
 
 def to_config(method: Method) -> dict[str, Any]:
-    """`{"name": ..., **all options}`, plain JSON values."""
-    return {"name": method.name, **dataclasses.asdict(method)}
+    """`{"name": ..., **options}`, plain JSON values. Of the options that all methods have, those that are set: earlier
+    versions had none."""
+    common = [(field.name, field.default) for field in dataclasses.fields(Method)]
+    options = dataclasses.asdict(method)
+    return {"name": method.name, **{key: options[key] for key in options if (key, options[key]) not in common}}
 
 
 def from_config(config: Mapping[str, Any]) -> Method:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvq_cli.codecs.base import Codec
-from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.lloyd_max import BITS, LloydMaxCodec
 from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option, uncompressed
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
 
@@ -65,8 +64,7 @@ class TurboQuant(Method):
                 f"turboquant: skip_layers={self.skip_layers} leaves none of {shape.layers} layers to compress"
             )
         if not self.skip_layers <= layer < shape.layers - self.skip_layers:
-            exact = IdentityCodec()
-            return LayerPlan(StreamPlan("post_rope", exact, Window()), StreamPlan("value", exact, Window()))
+            return uncompressed()
         bits, window = self.value_bits or self.bits, Window(self.sinks, self.recent, self.buffer)
         values = self._rotated(bits, shape)
         if self.values == "uniform":

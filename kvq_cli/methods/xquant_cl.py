@@ -9,6 +9,7 @@ from typing import cast
 
 from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.uniform import Axis
+from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import CrossLayer, LayerPlan, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.specs import FactorSpec
@@ -55,6 +56,14 @@ class XQuantCL(LayerInputMethod):
         below, above = min(self.base_layers - 1, shape.layers), max(0, shape.layers - self.base_layers)
         between = shape.layers - below - above
         return FactorSpec((*[latent_names(shape)] * below, *[()] * between, *[delta] * above))
+
+    def keeps_local(self, shape: ModelShape) -> bool:
+        if self.local == "16bit":
+            raise UsageError(
+                f"{self.name}: local=16bit takes layers out of the sum over layers, which needs the inputs of all; set "
+                "local=packed"
+            )
+        return False
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         if layer < self.base_layers - 1:

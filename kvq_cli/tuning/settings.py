@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.mixed import PARTS
 from kvq_cli.methods.registry import build, has_option, method_class, parse
+from kvq_cli.options import option_fields
 
 #: Candidates of each stream. `temporalkv` chooses between its chunks and channelkv's by itself. KIVI's keys are those
 #: before RoPE, of which errors are measured.
@@ -74,12 +74,12 @@ class TuneOptions:
 
 
 def windows_names() -> list[str]:
-    """The options of the windows, which all streams share."""
-    return [field.name for field in dataclasses.fields(method_class("mixed")) if field.metadata.get("runtime")]
+    """Options that all streams share: of the windows, and of layers with a sliding window."""
+    return [field.name for field in option_fields(method_class("mixed")) if field.metadata.get("runtime")]
 
 
 def windows_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `--set`, which can be those of the windows only; UsageError names them."""
+    """The options of `--set`, which can be those of `windows_names` only; UsageError names them."""
     valid = windows_names()
     for key in options:
         if key not in valid:

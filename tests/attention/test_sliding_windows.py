@@ -8,10 +8,12 @@ from codec_methods import DEVICE
 from tiers import slow
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.benchmarking.accounting import account
 from kvq_cli.cache import layer as cache_layer
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build, build_parsed
 from kvq_cli.methods.window import Window
+from kvq_cli.models import model_shape
 
 LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = {
@@ -206,6 +208,36 @@ def test_caches_saved_with_all_tokens_are_still_read(tiny, prompt, tmp_path, kee
         close(logits(model, ids, mask, cache, [61])[:, 0], own[:, 60])
         assert cache.layers[0].dropped > 20
         close(model(ids[:, 61:], past_key_values=cache).logits, own[:, 61:])
+
+
+@pytest.mark.parametrize("method", ["kivi:group=8:sinks=4:recent=6", "xquant:group=16"])
+def test_local_layers_in_16_bits(tiny, prompt, tmp_path, method):
+    """They hold what fp16 does and drop as it does, between layers that are packed; so does a cache that was saved."""
+    model, (ids, mask) = tiny("gemma3", head_dim=32, **FAMILIES["gemma3"]), prompt(COLUMNS)
+    caches = {}
+    for text in ("fp16", method, f"{method}:local=16bit"):
+        with attach(model, build_parsed(text)) as kv:
+            cache = caches[text] = kv.new_cache()
+            logits(model, ids, mask, cache, [90, 91, 92, 110])
+            cache.save(tmp_path / "cache", ids[:, :110])
+            if text.endswith("16bit"):
+                loaded = kv.load_cache(tmp_path / "cache")
+                given = (ids[:, :120], mask[:, :120])
+                assert torch.equal(*(logits(model, *given, held, [115, 120]) for held in (cache, loaded)))
+            else:
+                logits(model, ids[:, :120], mask[:, :120], cache, [115, 120])
+            report = kv.report(cache)
+        assert account(kv.method, model_shape(model), 120).packed_bits == report.packed_bits
+    exact, packed, kept = caches.values()
+    for index, layer in enumerate(kept.layers):
+        like = exact if layer.sliding_window else packed
+        assert [type(stream.codec) for stream in layer.streams] == [type(s.codec) for s in like.layers[index].streams]
+        assert layer.dropped == (exact.layers[index].dropped if layer.sliding_window else 0)
+    first = zip(kept.layers[0].streams, exact.layers[0].streams, strict=True)  # its input depends on no other layer
+    assert all(torch.equal(one.read(0), other.read(0)) for one, other in first)
+    says = "was saved with local=16bit, not local=default: pass the same"
+    with attach(model, build_parsed(method)) as kv, pytest.raises(UsageError, match=says):
+        kv.load_cache(tmp_path / "cache")
 
 
 @pytest.mark.gpu

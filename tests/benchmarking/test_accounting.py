@@ -37,6 +37,8 @@ SPECS += [
     "xquant-cl:accumulator_bits=4",
     "xquant:first_channel=on:base_layers=2",
     "innerq:mode=hybrid_prefill:norm=off",
+    "kivi:local=16bit:sinks=4:recent=8",
+    "xquant:local=16bit",
 ]
 
 
@@ -87,7 +89,7 @@ def filled_layers(method: Method, shape: ModelShape, context: int, batch: int) -
     sums, layers = CrossLayerSum(), []
     for index in range(shape.layers):
         tensors = {name: x.clone() for name, x in artifact_tensors(method, shape, index).items()}
-        plan = method.plan(index, shape, tensors)
+        plan = method.layer_plan(index, shape, tensors)
         rotation = Rotation("none", torch.empty(0), 64)
         layers.append(CompressedLayer(index, plan, rotation, shape.window(index), cross_layer=sums))
     forward = Rows().begin(0, context, batch)
@@ -122,7 +124,7 @@ def test_shapes_count_the_parameters_of_their_models():
 def test_gemma_3_270m_has_the_sizes_of_its_model():
     config = Gemma3TextConfig(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=256, vocab_size=262144, sliding_window=512,
+        head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768,
     )  # fmt: skip
     with torch.device("meta"):
         model = Gemma3ForCausalLM(config)

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvq_cli.artifact import save_artifact
-from kvq_cli.cli.text_generator import CharacterStreamer, Decoding
+from kvq_cli.cli.character_streamer import CharacterStreamer
+from kvq_cli.cli.text_generator import Decoding
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model
@@ -209,7 +210,7 @@ def test_streamer_writes_whole_characters():
     stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
     for token in ids:
         stream.put(torch.tensor([token]))
-    stream.end()
+    stream.finish()
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
     assert len(pieces) > 5
 
@@ -235,7 +236,7 @@ def test_streamer_keeps_the_indent_of_each_line(decoder):
     ids = [0, 1, 2, 3, 4, 5, 6, 3, 3, 5, 3, 7, 5]  # a special token may stand between the line break and the indent
     for token in ids:
         stream.put(torch.tensor([token]))
-    stream.end()
+    stream.finish()
     assert (
         "".join(pieces) == "def f:\n    return 1\n\n return\n return" == tokenizer.decode(ids, skip_special_tokens=True)
     )

@@ -109,6 +109,11 @@ def test_blocks_have_the_bits_of_klt(kvq):
         assert 0.99 * bits < one["bits"] < 1.02 * bits
 
 
+def test_models_that_cannot_be_served_are_refused(kvq):
+    result = kvq("plan", "--engine", "vllm", "--shapes", "gemma3-270m", "--memory", "8GB")
+    assert result.exit_code == 2 and "kvq serves no model with sliding windows" in result.stderr
+
+
 def test_methods_that_cannot_be_served_have_no_plan(kvq):
     words = ("plan", "--engine", "vllm", "--shapes", "llama-3.2-1b", "--memory", "8GB", "--bits", "2", "--json")
     result = kvq(*words, "--compare", "kivi")

@@ -76,6 +76,7 @@ def test_configuration_and_folder():
         ({"keys": "mixed"}, "'mixed' cannot serve"),
         ({"keys": ""}, "name one method at least"),
         ({"values": "klt:sinks=3"}, "set sinks once for all streams"),
+        ({"keys": "klt:local=16bit"}, "set local once for all streams"),
         ({"values": "klt-9bit"}, "bits=9.0 must be at most 8"),
         ({"values": "kivi-5bit"}, "kivi: bits=5 is not one of"),
     ],
