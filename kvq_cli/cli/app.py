@@ -25,6 +25,7 @@ from kvq_cli.cli.rules import AnnouncingCommand
 
 #: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
 COMMANDS = (
+    ("recommend", "recommend:recommend", "Compress"),
     ("calibrate", "calibrate:calibrate", "Compress"),
     ("tune", "tune:tune", "Compress"),
     ("generate", "generate:generate", "Compress"),

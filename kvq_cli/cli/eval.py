@@ -384,8 +384,8 @@ def evaluate(
                 store=results.store,
                 fresh=results.fresh,
                 command=command_line(),
-                track=_tracker(progress, finished.append),
-                overall=_tracker(progress),
+                track=tracker(progress, finished.append),
+                overall=tracker(progress),
                 note=None if output.quiet else output.note,
                 workers=workers,
             )
@@ -448,7 +448,7 @@ def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) ->
     return resolve_compared(model, names, methods.bits, artifacts, options, trust_remote_code=trusted)
 
 
-def _tracker(
+def tracker(
     progress: Progress, report: Callable[[int], None] = lambda count: None
 ) -> Callable[[str, int, int], Callable[[int], None]]:
     """A `base.Tracker` that draws bars; report: called with each number of newly finished samples."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 EXAMPLES = {
+    "recommend": (
+        "kvq recommend --model smollm2 --memory 4GB --context 8192 --users 8",
+        "kvq recommend --model Qwen/Qwen3-8B --gpu rtx4090 --context 65536 --dataset my.txt",
+    ),
     "calibrate": (
         "kvq calibrate --method temporalkv --bits 2 --out results/mine",
         "kvq calibrate --method kvquant --bits 3 --model meta-llama/Llama-3.1-8B --dataset wikitext2 --dry-run",

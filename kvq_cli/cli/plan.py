@@ -94,7 +94,7 @@ def plan(
     ranks = tensor_parallel_size
     if ranks > 1 and engine is not Engine.vllm:
         raise UsageError(f"--tensor-parallel-size {ranks}: `kvq generate` runs on one GPU; add --engine vllm")
-    total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
+    total, held_back = memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
     chosen = chosen_methods(compare, bits, set_, out)
     from kvq_cli.benchmarking.accounting import seen_numbers
     from kvq_cli.benchmarking.capacity import capacity, serving_capacity
@@ -141,7 +141,7 @@ def plan(
     out.result({**document, "methods": found})
 
 
-def _memory_bytes(memory: str | None, gpu: str | None) -> int:
+def memory_bytes(memory: str | None, gpu: str | None) -> int:
     """The size given by `--memory` or `--gpu`; UsageError unless it is one of them."""
     from kvq_cli.benchmarking.gpus import known_gpu
 

@@ -1,0 +1,191 @@
+"""`kvq recommend`: which method to take for a model, a memory and a length, measured on text."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.command_line import command_line
+from kvq_cli.cli.eval import tracker
+from kvq_cli.cli.option_groups import grouped
+from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.plan import GpuName, Memory, PlannedContext, Reserve, memory_bytes
+from kvq_cli.cli.sizes import MAX_COUNT, model_size
+from kvq_cli.errors import UsageError
+from kvq_cli.paths import artifact_folder, short_name
+from kvq_cli.units import parse_bytes
+
+if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
+    from kvq_cli.methods.base import Method
+    from kvq_cli.models import LoadedModel
+    from kvq_cli.tuning.recommend import Candidate, Measured
+
+#: Windows of text for a calibration of minutes, and their tokens.
+SAMPLES, SEQLEN = 16, 512
+DEFAULT_CONTEXT = 8192
+
+Users = Annotated[
+    int, typer.Option("--users", min=1, max=MAX_COUNT, help="Number of texts that are held at the same time.")
+]
+Dataset = Annotated[
+    str,
+    typer.Option(
+        "--dataset",
+        metavar="NAME",
+        help="Text to calibrate and to measure on, each on its own part: prose, pydoc, wikitext2, ... or a file.",
+    ),
+]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate/--no-calibrate",
+        help="Calibrate klt on a little text where the model has no artifact of it; else leave it out.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Folder of the calibration and of finished windows (default: results/recommend/MODEL).",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class NeedOptions:
+    """What must fit into which memory."""
+
+    memory: Memory = None
+    gpu: GpuName = None
+    reserve: Reserve = "2GB"
+    context: PlannedContext = None
+    users: Users = 1
+
+
+@grouped
+def recommend(
+    need_options: NeedOptions,
+    dataset: Dataset = "prose",
+    calibrate: Calibrate = True,
+    out: Out = None,
+    *,
+    model_options: opt.LoadOptions,
+    output_options: opt.OutputOptions,
+) -> None:
+    """Recommend a method: plan what fits, measure two or three methods on a little text, and say which to take.
+
+    Of klt, innerq and kivi, the most bits that fit are measured beside the uncompressed model: divergence, speed on
+    this device. Run again to resume.
+    """
+    output = output_options.output()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `kvq calibrate`
+    from kvq_cli.data.texts import check_dataset
+    from kvq_cli.files import check_writable
+
+    check_dataset(dataset)
+    options, model = need_options, model_options.model
+    room = memory_bytes(options.memory, options.gpu) - parse_bytes(options.reserve, "--reserve")
+    folder = out or Path("results/recommend") / short_name(model)
+    check_writable(folder)
+    from kvq_cli.tuning.recommend import PLAIN, Need, best, candidates, measured, reason
+
+    size = model_size(None, model, model_options.trust_remote_code)
+    context = min(DEFAULT_CONTEXT, size.context) if options.context is None else options.context
+    need = Need(size.shape, size.weights_bytes, size.context, room, context, options.users)
+    found = candidates(need)
+    output.note("fits: " + ", ".join(f"{one.method.name} at {one.method.nominal_bits:g} bits" for one in found))
+    loaded = model_options.load()
+    compressed = [one for one in found if one.method.name != PLAIN]
+    chosen = [(one, _ready(one.method, loaded, dataset, folder, calibrate, output)) for one in compressed]
+    ready = [(one, attachable) for one, attachable in chosen if attachable is not None]
+    if not ready:
+        raise UsageError("--no-calibrate: of the methods without calibration none fits")
+    with output.progress() as progress:
+        rows = list(measured(loaded, ready, dataset, folder, command=command_line(), track=tracker(progress)))
+    _print_rows(output, rows, found, need.context, need.users, f"{model}, {dataset}")
+    row = best(rows)
+    plain = next((one for one in found if one.method.name == PLAIN), None)
+    sentence = reason(row, need, plain)
+    [attachable] = [each for (_, each), other in zip(ready, rows, strict=True) if other is row]
+    lines = _lines(model, attachable, row.served)
+    output.text("")
+    output.prose(sentence)
+    output.text("\n" + lines)
+    output.result(
+        {"recommended": row.label, "reason": sentence, "use": lines, "methods": [one.to_dict() for one in rows]}
+    )
+
+
+def _ready(
+    method: Method, loaded: LoadedModel, dataset: str, folder: Path, calibrate: bool, output: Output
+) -> Method | Artifact | None:
+    """The method, or the model's artifact of it, else one of a quick calibration; None without `calibrate`."""
+    if not method.calibrates:
+        return method
+    from kvq_cli.calibration import pipeline
+    from kvq_cli.calibration.plan import plan_calibration
+    from kvq_cli.calibration.settings import CalibrationOptions
+    from kvq_cli.cli.resolve import resolve
+
+    own = artifact_folder(loaded.name, method)
+    if own.is_dir():
+        return resolve(loaded.name, artifact=own, trust_remote_code=loaded.trust_remote_code)
+    if not calibrate:
+        output.note(f"left out: {method.name}, of which the model has no artifact (--calibrate makes one)")
+        return None
+    seqlen = loaded.default_length(SEQLEN)
+    output.note(
+        f"calibrating {own.name} on {SAMPLES} windows of {seqlen} tokens: `kvq calibrate` takes more, for less loss"
+    )
+    options = CalibrationOptions(dataset=dataset, samples=SAMPLES, seqlen=seqlen)
+    plan = plan_calibration(loaded, method, options)
+    with output.phases() as progress:
+        return pipeline.calibrate(plan, folder / own.name, resume=True, progress=progress, note=output.note)
+
+
+def _print_rows(
+    output: Output, rows: list[Measured], found: list[Candidate], context: int, users: int, title: str
+) -> None:
+    columns = ["method", "KL", "top-1", "perplexity", "ms/token", "of plain", f"cache, {users} x {context:,}"]
+    columns += [f"longest context x {users}", f"most users x {context:,}"]
+    table = []
+    for one in found:
+        own = one.capacity
+        sizes = [human_bytes(own.cache), f"{own.context:,}", f"{own.batch:,}"]
+        row = next((row for row in rows if row.capacity is own), None)
+        if row is not None:
+            error = "" if row.kl_error is None else f" ±{row.kl_error:.4f}"
+            scores = [f"{row.kl:.4f}{error}", f"{row.top1:.1%}", f"{row.perplexity:+.1%}"]
+            table.append([row.label, *scores, f"{row.ms:.1f}", f"{row.ms / row.ms_plain:.2f}x", *sizes])
+        elif not one.method.calibrates:  # the uncompressed cache; a method left out has no row
+            plain = f"{rows[0].ms_plain:.1f}" if rows else None
+            table.append([one.method.name, "0", "100.0%", "+0.0%", plain, "1.00x", *sizes])
+    output.table(columns, table, title=f"{title}; divergence from the uncompressed model, nats per token")
+
+
+def _lines(model: str, attachable: Method | Artifact, served: bool) -> str:
+    """What to paste: Python, and the server's command where it takes the method."""
+    from kvq_cli.methods.base import Method
+
+    if isinstance(attachable, Method):
+        bits = attachable.nominal_bits
+        names, made = "attach, build", f'build("{attachable.name}", bits={bits:g})'
+        flags = ["--method", attachable.name, "--bits", f"{bits:g}"]
+    else:
+        names, made = "attach, load_artifact", f'load_artifact("{attachable.path}")'
+        flags = ["--artifact", str(attachable.path)]
+    lines = [
+        f"from kvq_cli import {names}",
+        f"with attach(model, {made}) as kv:",
+        "    output = model.generate(**inputs, past_key_values=kv.new_cache())",
+    ]
+    command = shlex.join(["kvq", "serve", "--model", model, *flags])
+    return "\n".join(lines + (["", command] if served else []))
