@@ -24,9 +24,16 @@ keep keys after RoPE, keys before RoPE, or the layer input, in full precision, g
 float32 rounding, for a prompt, a chunk and single tokens. *Methods*: those that decode it at 2 bits. Other families
 often work, too: kvq compares what it captures with what the model caches, and refuses a model where these differ.
 `kvq serve` also refuses families with sliding windows ([SERVING.md](SERVING.md)). Elsewhere, layers with a sliding
-window drop the tokens that no later query of any row sees, half a window or more at a time. `gear`, `zipcache` and the sum over
-layers of `xquant-cl` need these tokens, and keep them. `kvq bits`, `kvq plan` and reports count what kvq holds, and
-compare it with what transformers' own cache holds.
+window drop the tokens that no later query of any row sees, half a window or more at a time. `gear`, `zipcache` and the
+sum over layers of `xquant-cl` need these tokens, and keep them. `kvq bits`, `kvq plan` and reports count what kvq
+holds, and compare it with what transformers' own cache holds.
+
+Of a model whose layers differ in kind, kvq compresses the layers with full attention or a sliding window, and those
+with attention beside a recurrent state. Linear attention, Mamba, convolutions and chunked attention keep transformers'
+own states in the same cache, in 16 bits or as the model computes them. Layers keep the model's indices in artifacts and
+messages. Sizes are those of the compressed layers; reports name the bytes of `other states`. Tokens behind a recurrent
+state cannot be taken back (`crop`, assisted decoding), caches with other states cannot be saved or served, and their
+decode steps are not captured in CUDA graphs. `klt` and `mixed` are not calibrated for models with chunked attention.
 """
 REFUSED_HEAD = """\
 ## Refused
