@@ -8,10 +8,11 @@ since no hook can skip a forward pass that a graph replays. Everything is undone
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -90,7 +91,7 @@ class Attached:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
         nominal = self.method.nominal_bits
-        own = partial(own_layers, self.model.config) if self.has_states else list
+        own: Callable[[], list[Any]] = partial(own_layers, self.model.config) if self.has_states else list
         made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, self._origin_of, own)
         self.hooks.newest = made  # returned by name: another thread may make one meanwhile
         return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ import torch
 import transformers
 from random_artifacts import random_parts
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq_cli.artifact import Artifact, fingerprint
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, decoder_of
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.errors import KvqError
-from kvq_cli.layer_kinds import layer_kinds
+from kvq_cli.layer_kinds import has_states, layer_kinds
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.registry import build, method_class, method_names, to_config
 from kvq_cli.methods.specs import FactorSpec
@@ -35,7 +36,7 @@ LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
-    "bamba": {"attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "biogpt": {},
     "bitnet": {},
     "cohere": {"use_qk_norm": True},
@@ -55,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
     "granite": {"attention_multiplier": 0.3},
     "granitemoe": {},
-    "granitemoehybrid": {"layer_types": LINEAR},
+    "granitemoehybrid": {"layer_types": LINEAR, "mamba_n_heads": 8},
     "helium": {},
     "hunyuan_v1_dense": {},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -188,7 +189,7 @@ def examine(model_type: str) -> Row:
     model = tiny_model(model_type, **FAMILIES[model_type])
     exact = {"after RoPE": build("fp16"), "before RoPE": PreRope(), "layer input": build("xquant", bits=16, group=16)}
     errors, refused = {}, {}
-    own = model(_ids()).logits
+    own = _own_logits(model)
     for name, method in exact.items():
         try:
             errors[name] = ((_decoded(model, method) - own).abs().max() / own.abs().max()).item()
@@ -220,14 +221,15 @@ def features(model: PreTrainedModel, layers: list[AttentionLayer], rotations: bo
     shape, config = model_shape(model), model.config
     styles = {layer.rotation.style for layer in layers} if rotations else set()
     heads = {shape.query_heads: "MHA", 1: "MQA"}.get(shape.kv_heads, "GQA")
-    rotated = "no RoPE" if not hasattr(decoder_of(model), "rotary_emb") else "RoPE before the key norm"
+    normed = any(layer.key and type(layer.key.module).__name__.endswith("Norm") for layer in layers)
+    rotated = "RoPE before the key norm" if normed else "no RoPE"
     words = [heads, rotated if styles == {"none"} else "layers without RoPE" if "none" in styles else ""]
     words.append("interleaved RoPE" if "interleaved" in styles else "")
     if any(0 < layer.rotation.width < shape.head_dim for layer in layers):
         words.append("partial RoPE")
     if any(layer.sliding_window for layer in layers):
         words.append("sliding window")
-    if any(layer.key and type(layer.key.module).__name__.endswith("Norm") for layer in layers):
+    if normed:
         words.append("key norm")
     if getattr(config, "attn_logit_softcapping", None):
         words.append("capped scores")
@@ -246,15 +248,28 @@ def _ids() -> Tensor:
     return torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
+def _own_logits(model: PreTrainedModel) -> Tensor:
+    """The model's own logits, of one pass; of a model with other states, of the passes of `_decoded`: the states of some
+    families (Jamba) depend on how a text is cut."""
+    if not has_states(model.config):
+        return model(_ids()).logits
+    return _passes(model, DynamicCache(config=model.config))
+
+
+def _passes(model: PreTrainedModel, cache: Cache) -> Tensor:
+    """Logits of a prompt, a chunk and single tokens."""
+    ids, starts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)]
+    return torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in pairwise(starts)], dim=1)
+
+
 def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
     """Logits of a prompt, a chunk and single tokens, read from the compressed cache; some tokens must be packed."""
-    ids, starts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)]
     with attach(model, ready_method(model, method), prefill="compressed") as kv:
         cache = kv.new_cache()
-        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(starts, starts[1:], strict=False)]
+        logits = _passes(model, cache)
         # Windows that are shorter than what is recent drop all that is packed.
         assert cache.report().compressed > 0 or any(cache.dropped()) or method.nominal_bits == 16
-    return torch.cat(parts, dim=1)
+    return logits
 
 
 def small_method(name: str) -> Method:
