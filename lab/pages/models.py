@@ -34,8 +34,8 @@ own states in the same cache, in 16 bits or as the model computes them. Layers k
 messages. Sizes are those of the compressed layers; reports name the bytes of `other states`. Tokens behind a recurrent
 state cannot be taken back (`crop`, assisted decoding), caches with other states cannot be saved or served, and their
 decode steps are not captured in CUDA graphs. `klt` and `mixed` are not calibrated for models with chunked attention.
-Their exact logits are compared with transformers' own cache in the same passes: states of `jamba` and `nemotron_h` depend
-on how transformers cuts a prompt (`--prefill-chunk`).
+Their exact logits are compared with transformers' own cache in the same passes: states of `jamba` and `nemotron_h`
+depend on how a prompt is cut (`--prefill-chunk`).
 """
 REFUSED_HEAD = """\
 ## Refused

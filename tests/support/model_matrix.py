@@ -249,7 +249,7 @@ def _ids() -> Tensor:
 
 
 def _own_logits(model: PreTrainedModel) -> Tensor:
-    """The model's own logits, of one pass; of a model with other states, of the passes of `_decoded`: the states of some
+    """The model's own logits, of one pass; of a model with other states, of the passes of `_decoded`: states of some
     families (Jamba) depend on how a text is cut."""
     if not has_states(model.config):
         return model(_ids()).logits
