@@ -258,8 +258,12 @@ def _own_logits(model: PreTrainedModel) -> Tensor:
 
 def _passes(model: PreTrainedModel, cache: Cache) -> Tensor:
     """Logits of a prompt, a chunk and single tokens."""
-    ids, starts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)]
-    return torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in pairwise(starts)], dim=1)
+    ids, starts, parts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)], []
+    for first, last in pairwise(starts):
+        # As `generate` does: Bamba counts them from 0 in each pass.
+        positions = {"position_ids": torch.arange(first, last)[None]} if has_states(model.config) else {}
+        parts.append(model(ids[:, first:last], past_key_values=cache, **positions).logits)
+    return torch.cat(parts, dim=1)
 
 
 def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
