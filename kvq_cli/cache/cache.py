@@ -65,11 +65,8 @@ class CompressedCache(Cache):
         self.layers = own or list(self.compressed)
         #: The layers that are not compressed.
         self.others = [layer for layer in self.layers if layer not in self.compressed]
-
-    @property
-    def states(self) -> dict[int, Any]:
-        """By index, the layers that hold what is not compressed, some of them beside compressed keys and values."""
-        return {index: layer for index, layer in enumerate(self.layers) if getattr(layer, "holds_state", True)}
+        #: By index, the layers that hold what is not compressed, some of them beside compressed keys and values.
+        self.states = {index: x for index, x in enumerate(self.layers) if getattr(x, "holds_state", True)}
 
     @property
     def max_cache_len(self) -> int:
