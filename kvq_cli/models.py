@@ -17,6 +17,7 @@ from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.files import MAX_SETTINGS, load_json, read_text
 from kvq_cli.gguf_models import gguf_folder, is_gguf
+from kvq_cli.layer_kinds import attention_layers, layer_kinds
 
 if TYPE_CHECKING:
     import torch
@@ -241,18 +242,8 @@ def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
         dtype=dtype,
         windows=windows,
         context=model_context(config) if windows else 0,
+        attention=attention_layers(config),
     )
-
-
-def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """The kind of attention of each layer, as transformers names them: "full_attention", "sliding_attention", ...."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return list(kinds)
-    kind = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    if getattr(config, "attention_chunk_size", None) is not None:
-        kind = "chunked_attention"
-    return [kind] * config.num_hidden_layers
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:

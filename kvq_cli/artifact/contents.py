@@ -23,13 +23,13 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor
 
     config: has the form `schema.CONFIG`. where: the artifact's `config.json`, for messages.
     """
-    shape = _model_shape(config["model"])
     with _refused(where):
+        shape = _model_shape(config["model"])
         check_form(config["method"].get("name"), str, "method.name")
         method = from_config(config["method"])
         _check_options(config["method"], method)
         # A list that was read bounds the number of layers, for which specs hold an entry each.
-        check_form(config["errors"]["layers"], Many(dict, shape.layers), "errors.layers")
+        check_form(config["errors"]["layers"], Many(dict, len(shape.cached_layers)), "errors.layers")
         spec = method.calibration(shape)
         form = CALIBRATION if spec.captures else TEXT if spec.reads_text else {}
         check_form(config["calibration"], form, "calibration")
@@ -38,11 +38,12 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor
         if "tuning" in config:
             _check_tuning(config["tuning"], method)
     nbytes = 0
-    for layer, found in enumerate(_by_layer(tensors, shape.layers, where.parent)):
+    by_layer = _by_layer(tensors, shape, where.parent)
+    for place, (layer, found) in enumerate(by_layer.items()):
         with _refused(where.parent):
             of_layer, form = _check_layer(found, spec, shape, layer)
         with _refused(where):
-            check_form(config["errors"]["layers"][layer], form, f"errors.layers[{layer}]")
+            check_form(config["errors"]["layers"][place], form, f"errors.layers[{place}]")
         nbytes += of_layer
     if (budget := spec.byte_budget(shape)) is not None:
         with _refused(where.parent):
@@ -103,8 +104,12 @@ def _refused(where: Path) -> Iterator[None]:
 
 
 def _model_shape(model: Mapping[str, Any]) -> ModelShape:
-    sizes = {key: model["fingerprint"][key] for key in ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")}
-    return ModelShape(**sizes, dtype=model["dtype"])
+    known = model["fingerprint"]
+    sizes = {key: known[key] for key in ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")}
+    attention = tuple(known.get("attention", ()))
+    if list(attention) != sorted({*attention} & {*range(known["layers"])}):
+        raise KvqError("model.fingerprint.attention must be indices of its layers, in order")
+    return ModelShape(**sizes, dtype=model["dtype"], attention=attention)
 
 
 def _check_options(options: Mapping[str, Any], method: Method) -> None:
@@ -115,15 +120,19 @@ def _check_options(options: Mapping[str, Any], method: Method) -> None:
             raise KvqError(f"method.{key} must be {parsed!r}, as it is written by calibration")
 
 
-def _by_layer(tensors: Mapping[str, StoredTensor], layers: int, where: Path) -> list[dict[str, StoredTensor]]:
-    """The tensors of each layer by their names without `layers.<i>.`."""
-    found: list[dict[str, StoredTensor]] = [{} for _ in range(layers)]
-    indices = {str(index): index for index in range(layers)}
+def _by_layer(
+    tensors: Mapping[str, StoredTensor], shape: ModelShape, where: Path
+) -> dict[int, dict[str, StoredTensor]]:
+    """The tensors of each layer with a compressed cache by their names without `layers.<i>.`."""
+    found: dict[int, dict[str, StoredTensor]] = {index: {} for index in shape.cached_layers}
+    indices = {str(index): index for index in found}
     for full, tensor in sorted(tensors.items()):  # so that equal artifacts give equal messages
         head, _, rest = full.partition(".")
         layer, _, name = rest.partition(".")
         if head != "layers" or layer not in indices or not name:
-            raise KvqError(f"{where}: unknown tensor {full[:80]!r} for a model of {layers} layers: calibrate again")
+            raise KvqError(
+                f"{where}: unknown tensor {full[:80]!r} for a model of {shape.layers} layers: calibrate again"
+            )
         found[indices[layer]][name] = tensor
     return found
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def cached_layers(config: Mapping[str, Any]) -> Sequence[int]:
+    """The model's index of each layer in the artifact's `errors.layers`."""
+    return config["model"]["fingerprint"].get("attention") or range(len(config["errors"]["layers"]))
 
 
 def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows: one row per layer for keys and values each, or for each factorized weight."""
     layers = config["errors"]["layers"]
+    named = dict(zip(cached_layers(config), layers, strict=True))
     if "captured" not in config:
         weights = {"k": "W_k", "v": "W_v", "x": "[W_k W_v]"}
         rows = [
             [index, weights[name], factor["rank"], factor["residual"], factor["energy"]]
-            for index, layer in enumerate(layers)
+            for index, layer in named.items()
             for name, factor in layer.items()
         ]
         return ["layer", "of", "rank", "residual", "energy of the first direction"], rows
     if config["method"]["name"] == "mixed":
         return _mixed_errors(config)
     if "bytes" in layers[0]["k"]:
-        return _transform_errors(layers)
+        return _transform_errors(named)
     shapes = list(layers[0]["k"]["shapes"])
     columns = ["layer", "of", "chosen", "fisher", "plain", *(f"fisher, {shape}" for shape in shapes), "correlation"]
     rows = []
-    for index, layer in enumerate(layers):
+    for index, layer in named.items():
         for kind, name in (("k", "keys"), ("v", "values")):
             measured = layer[kind]
             by_shape = [measured["shapes"][shape]["fisher"] for shape in shapes]
@@ -37,10 +43,10 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     return columns, rows
 
 
-def _transform_errors(layers: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+def _transform_errors(layers: Mapping[int, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of transforms: bytes of a token, tokens that squared gradients are a mean of, and errors."""
     rows = []
-    for index, layer in enumerate(layers):
+    for index, layer in layers.items():
         for kind, name in (("k", "keys"), ("v", "values")):
             measured, chosen = layer[kind], layer[kind]["chosen"]
             errors = (chosen[each] for each in ("loss", "fisher", "plain"))
@@ -54,15 +60,17 @@ def _transform_errors(layers: list[Mapping[str, Any]]) -> tuple[list[str], list[
 def _mixed_errors(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of a mixed artifact: the method of each stream, and errors that all methods have."""
     rows = []
-    for index, layer in enumerate(config["errors"]["layers"]):
+    indices = cached_layers(config)
+    for place, layer in enumerate(config["errors"]["layers"]):
         for kind, name in (("k", "keys"), ("v", "values")):
             chosen = layer[kind]["chosen"]
-            rows.append([index, name, method_of(config, index, kind), chosen["fisher"], chosen["plain"]])
+            rows.append([indices[place], name, method_of(config, place, kind), chosen["fisher"], chosen["plain"]])
     return ["layer", "of", "method", "fisher", "plain"], rows
 
 
 def method_of(config: Mapping[str, Any], layer: int, kind: str) -> str:
-    """The method of a layer's keys ("k") or values ("v") in a mixed artifact, as its options name it."""
+    """The method of a layer's keys ("k") or values ("v") in a mixed artifact, as its options name it. layer: its place
+    in `errors.layers`."""
     names = config["method"]["keys" if kind == "k" else "values"].split()
     return names[0] if len(names) == 1 else names[layer]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.artifact.adapters import applied_adapters, applied_weights
+from kvq_cli.layer_kinds import attention_layers
 from kvq_cli.lazy import torch
 from kvq_cli.offload import stored_weight
 
@@ -31,7 +32,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Equal fingerprints mean equal architectures and equal key and value weights. weights: their sha256."""
+    """Equal fingerprints mean equal architectures and equal key and value weights.
+
+    weights: their sha256. attention: see `ModelShape`.
+    """
 
     model_type: str
     layers: int
@@ -40,10 +44,15 @@ class Fingerprint:
     head_dim: int
     hidden_size: int
     weights: str
+    attention: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attention", tuple(self.attention))  # JSON has lists
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        attention = {"attention": list(self.attention)} if self.attention else {}
+        return {name: value for name, value in asdict(self).items() if name != "attention"} | attention
 
     def __str__(self) -> str:
         return (
@@ -74,6 +83,7 @@ def architecture(config: PretrainedConfig) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "hidden_size": config.hidden_size,
+        "attention": attention_layers(config),
     }
 
 

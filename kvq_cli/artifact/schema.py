@@ -71,6 +71,7 @@ FINGERPRINT: Form = {
     "head_dim": _SIZE,
     "hidden_size": _SIZE,
     "weights": str,
+    "attention?": Many(Whole(0, MAX_SIZE)),  # of a model with layers without a compressed cache
 }
 #: A model's dtype.
 DTYPE = OneOf(("bfloat16", "float16", "float32", "float64"))

@@ -8,10 +8,11 @@ since no hook can skip a forward pass that a graph replays. Everything is undone
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -34,7 +35,9 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rematerialize import Rematerialize
 from kvq_cli.cache.report import CacheReport
 from kvq_cli.cache.saved_cache import LayerShape, Origin, SavedCache
+from kvq_cli.cache.states import HybridLayer, own_layers
 from kvq_cli.errors import UsageError
+from kvq_cli.layer_kinds import has_states, layer_kinds
 from kvq_cli.methods.base import LayerPlan, Method
 from kvq_cli.methods.registry import from_config, to_config
 from kvq_cli.models import model_context, model_shape, text_config
@@ -61,6 +64,8 @@ class Attached:
         self.plans, self.layers = plans, layers
         self._rematerializers = [_rematerializers(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
         backends = [backend.of(layer.index) for layer in layers]
+        #: Whether caches also hold what layers store that are not compressed.
+        self.has_states = has_states(text_config(model.config))
         #: What caches belong to, and the adapters that the model applied then.
         self._origin: tuple[Applied, Origin] | None = None
         self.hooks = AttentionHooks(
@@ -75,15 +80,19 @@ class Attached:
         """
         self.forget_cache()  # its memory may be what the new one needs
         cross_layer = CrossLayerSum()
+        kinds = layer_kinds(text_config(self.model.config))
         caches = [
-            CompressedLayer(layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer)
+            (HybridLayer if kinds[layer.index] == "hybrid" else CompressedLayer)(
+                layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer
+            )
             for layer, plan, rematerializers in zip(self.layers, self.plans, self._rematerializers, strict=True)
         ]
         for cache in caches:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
         nominal = self.method.nominal_bits
-        made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, self._origin_of)
+        own: Callable[[], list[Any]] = partial(own_layers, self.model.config) if self.has_states else list
+        made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, self._origin_of, own)
         self.hooks.newest = made  # returned by name: another thread may make one meanwhile
         return made
 
@@ -103,6 +112,7 @@ class Attached:
         config = text_config(self.model.config)
         prompt = saved.prompt(config.vocab_size)
         cache = self.new_cache(prompt.ids.shape[1] + room if room else 0)
+        cache.check_saved()
         cache.adapters = self.hooks.adapters.applied()
         cache.rows, cache.loaded = saved.rows(prompt.ids.shape[1], model_context(config)), prompt
         saved.restore(cache, [_layer_shape(*each) for each in zip(self.layers, self.plans, strict=True)])
@@ -151,6 +161,9 @@ def attach(
 ) -> Iterator[Attached]:
     """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
 
+    Of a model with linear, recurrent, convolutional or chunked attention beside full attention, the cache compresses
+    the layers with full attention; others keep transformers' own states in it.
+
     A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`. Methods
     that are fit to the prompt (innerq, squat, gear, zipcache) are fit to the first pass: with `prefill_chunk_size` of
     `generate`, to the first chunk, of which a left-padded row may have a few tokens only.
@@ -182,7 +195,7 @@ def attach(
         refused = UsageError(f"{type(model).__name__} does not let transformers choose its attention function")
         if decoder.config._attn_implementation != NAME:
             raise refused
-        configs = [getattr(module, "config", None) for _, module in attention_modules(model)]
+        configs = [getattr(module, "config", None) for *_, module in attention_modules(model)]
         if any(getattr(config, "_attn_implementation", None) != NAME for config in configs):
             raise refused
         points = any(plan.keys.source != "post_rope" for plan in plans)
@@ -208,17 +221,17 @@ def attach(
 
 
 def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, list[LayerPlan]]:
-    """The method and its plan for each layer; an artifact is checked against the model first."""
+    """The method and its plan for each compressed layer; an artifact is checked against the model first."""
     shape, device = model_shape(model), compute_devices(model)[0]
-    tensors: list[dict[str, Tensor]] = [{}] * shape.layers
+    tensors: dict[int, dict[str, Tensor]] = {index: {} for index in shape.cached_layers}
     if not isinstance(method, Method):
         artifact = method
         artifact.check_model(model)
         method = from_config(artifact.method_config)
-        tensors = [{name: tensor.to(device) for name, tensor in artifact.layer(i).items()} for i in range(shape.layers)]
+        tensors = {i: {name: tensor.to(device) for name, tensor in artifact.layer(i).items()} for i in tensors}
     elif method.needs_artifact(shape):
         raise UsageError(f"method {method.name} needs an artifact: make one with kvq calibrate --method {method.name}")
-    return method, [method.layer_plan(index, shape, tensors[index]) for index in range(shape.layers)]
+    return method, [method.layer_plan(index, shape, tensors[index]) for index in shape.cached_layers]
 
 
 def _rematerializers(layer: AttentionLayer, plan: LayerPlan) -> tuple[Rematerialize | None, Rematerialize | None]:

@@ -30,6 +30,7 @@ from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.rows import Forward, would_sync
 from kvq_cli.errors import KvqError, NotFiniteError, UsageError
+from kvq_cli.layer_kinds import has_chunks
 from kvq_cli.methods.base import LayerPlan
 
 #: The name under which transformers knows `attention` and `mask`.
@@ -86,13 +87,13 @@ class AttentionHooks:
 
     def owns(self, cache: object) -> TypeGuard[CompressedCache]:
         """Whether `cache` is a compressed cache of this attach."""
-        return isinstance(cache, CompressedCache) and cache.layers[0].plan is self._plans[0]
+        return isinstance(cache, CompressedCache) and cache.compressed[0].plan is self._plans[0]
 
     def install(self, undo: ExitStack) -> None:
         """Put the hooks on the model; `undo` removes them."""
         undo.callback(self.forget_pass)
         self._add(undo, self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        self._add(undo, self._decoder.register_forward_hook(self._after_forward))
+        self._add(undo, self._decoder.register_forward_hook(self._after_forward, with_kwargs=True))
         # After passes that failed, too: contexts hold the cache, and steps of other models would get no mask.
         self._add(undo, self._decoder.register_forward_hook(lambda *_: self.forget_pass(), always_call=True))
         checked: list[Rotation] = []
@@ -141,8 +142,7 @@ class AttentionHooks:
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Describe the pass and make the contexts, if the cache passed to the decoder is one of this attach."""
         self.forget_pass()
-        if args:
-            kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
+        kwargs = _named(decoder, args, kwargs)
         cache = kwargs.get("past_key_values")
         inputs = kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
@@ -163,10 +163,11 @@ class AttentionHooks:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
         self.check_context(longest)
         compressed, contexts = self._compressed or self in _one_by_one.get(), dict(_contexts.get() or {})
-        for layer, backend, cached in zip(self._layers, self._backends, cache.layers, strict=True):
+        for layer, backend, cached in zip(self._layers, self._backends, cache.compressed, strict=True):
             cached.begin(forward)
             contexts[layer.module] = ForwardContext(cached, forward, backend, compressed, owner=self)
         _contexts.set(contexts)
+        cache.unfinished = bool(cache.states)
 
     def _check_dropped(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> None:
         """UsageError where transformers dropped the cache, as it does with Phi-3's long RoPE: beyond the original
@@ -219,11 +220,14 @@ class AttentionHooks:
         if wrong is not None and bool(wrong):
             raise _not_finite()
 
-    def _after_forward(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
+    def _after_forward(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], _output: object) -> None:
         for layer in self._layers:
             context = self._context(layer.module)
             if context is not None and not context.computed:
                 raise KvqError(f"{layer.name} did not compute its attention with kvq: was its implementation changed?")
+        cache = _named(decoder, args, kwargs).get("past_key_values")
+        if self.owns(cache):
+            cache.unfinished = False
         self.forget_pass()
 
     def _key_hook(self, layer: AttentionLayer, key: CapturePoint) -> Callable[[nn.Module, tuple, Tensor], None]:
@@ -260,6 +264,11 @@ class AttentionHooks:
                 check_rotation(layer, embeddings, context.forward)
 
         return hook
+
+
+def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of a module by name."""
+    return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
 
 
 def _read_modules(layer: AttentionLayer, plan: LayerPlan) -> dict[str, nn.Module]:
@@ -308,9 +317,10 @@ def _not_finite() -> NotFiniteError:
 
 def check_rotation(layer: AttentionLayer, embeddings: tuple[Tensor, Tensor], forward: Forward) -> None:
     """UsageError where the model's (cos, sin) of a pass, `[batch, columns, width]`, is not the layer's rotation."""
-    span, (cos, sin) = forward.row_spans[0], (table[0, -1] for table in embeddings)
+    span = forward.row_spans[0]
     if layer.rotation.style == "none" or span.tokens == span.past:
         return
+    cos, sin = (table[0, -1] for table in embeddings)
     if not layer.rotation.agrees(cos, sin, span.last_position):
         raise UsageError(
             f"{layer.name}: this model's RoPE changes with the length of the text, so that keys cached before "
@@ -350,8 +360,9 @@ def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' mask interface. A decode step of the compressed cache needs no mask: on a GPU none is made, since
-    whether there are pads would be read back from it."""
-    if _contexts.get() and would_sync(torch.device(kwargs.get("device", "cpu")), kwargs["q_length"]):
+    whether there are pads would be read back from it. Chunked attention, which is not compressed, needs one."""
+    config, device = kwargs.get("config"), torch.device(kwargs.get("device", "cpu"))
+    if _contexts.get() and would_sync(device, kwargs["q_length"]) and not (config and has_chunks(config)):
         return None
     return sdpa_mask(*args, **kwargs)
 

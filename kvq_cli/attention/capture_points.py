@@ -8,25 +8,26 @@ checked: a short forward pass compares the outputs of these points with what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.rotary import Rotation, find_rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.errors import KvqError, UsageError, reason
+from kvq_cli.layer_kinds import has_states, layer_kinds
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.models import layer_kinds, model_shape, text_config
+from kvq_cli.models import model_shape, text_config
 from kvq_cli.offload import compute_devices
 
 #: Names of the list of layers in models, and of the attention in a layer.
-_LAYERS, _ATTENTION = ("layers", "h"), ("self_attn", "attention", "attn")
+_LAYERS, _ATTENTION = ("layers", "h"), ("self_attn", "attention", "attn", "mixer")
 #: Fused query-key-value modules -> whether outputs are grouped by head; else all queries come first.
 _FUSED = {"qkv_proj": False, "c_attn": False, "query_key_value": True}
 #: Modules that shape a key before RoPE, last one first.
@@ -82,6 +83,7 @@ class Probe:
 class AttentionLayer:
     """One attention module of a model, and its capture points.
 
+    index: of the layer in the model, of which other layers may have no cache to compress.
     key, value: None where they were not requested.
     rotation: the RoPE between captured and cached key (style "none" for a layer without RoPE, and where capture points
     were not requested). sliding_window: newest tokens that a query sees, itself included; None: all.
@@ -108,17 +110,18 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return decoders[0]
 
 
-def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """(name, module) of each layer's attention, in layer order."""
+def attention_modules(model: PreTrainedModel) -> list[tuple[int, str, nn.Module]]:
+    """(index, name, module) of the attention of each layer with a cache to compress, in layer order."""
     names = {id(module): name for name, module in model.named_modules()}
-    modules: list[tuple[str, nn.Module]] = []
-    for layer in _layers(decoder_of(model)) or ():
-        candidates = (getattr(layer, name, None) for name in _ATTENTION)
+    modules: list[tuple[int, str, nn.Module]] = []
+    layers = _layers(decoder_of(model)) or nn.ModuleList()
+    for index in model_shape(model).cached_layers:
+        candidates = (getattr(layers[index], name, None) for name in _ATTENTION)
         module = next((candidate for candidate in candidates if candidate is not None), None)
         if module is None or not isinstance(getattr(module, "layer_idx", None), int):
             tried = ", ".join(_ATTENTION)
-            raise UsageError(f"{type(model).__name__}: layer {len(modules)} has none of {tried} with a layer_idx")
-        modules.append((names[id(module)], module))
+            raise UsageError(f"{type(model).__name__}: layer {index} has none of {tried} with a layer_idx")
+        modules.append((index, names[id(module)], module))
     return modules
 
 
@@ -135,7 +138,7 @@ def attention_layers(model: PreTrainedModel, points: bool = True) -> list[Attent
     # The number of tokens differs from the number of heads, so that the two dimensions cannot be mixed up.
     probes = _probe(model, tokens=shape.kv_heads + 3)
     layers = []
-    for index, (name, module) in enumerate(attention_modules(model)):
+    for index, name, module in attention_modules(model):
         probe = probes[index]
         if not (probe.key.isfinite().all() and probe.value.isfinite().all()):
             raise KvqError(
@@ -175,12 +178,9 @@ def layer_input(args: tuple, kwargs: dict) -> Tensor:
 
 
 def sliding_windows(config: Any) -> list[int | None]:
-    """Per layer, the sliding window (None: all tokens are seen). UsageError for attention of another kind."""
-    kinds, window = layer_kinds(config), getattr(config, "sliding_window", None)
-    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if other:
-        raise UsageError(f"{config.model_type}: layers of kind {', '.join(other)} are not supported")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    """Per layer, the sliding window (None: all tokens are seen)."""
+    window = getattr(config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in layer_kinds(config)]
 
 
 def _layers(module: nn.Module) -> nn.ModuleList | None:
@@ -211,27 +211,28 @@ def _capture_point(
 
 
 class _ProbeCache(DynamicCache):
-    """Stores keys and values passed to the cache in the probes of their layers."""
+    """Stores keys and values passed to the cache in the probes of their layers. config: of a model whose other layers
+    keep states."""
 
-    def __init__(self, probes: list[Probe]) -> None:
-        super().__init__()
+    def __init__(self, probes: Mapping[int, Probe], config: PretrainedConfig | None) -> None:
+        super().__init__(config=config)
         self._probes, self.updated = probes, set[int]()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx < len(self._probes):
+        if layer_idx in self._probes:
             self._probes[layer_idx].key, self._probes[layer_idx].value = key_states, value_states
             self.updated.add(layer_idx)
         return key_states, value_states
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
-    """The probes of all layers, from a forward pass over random embeddings of `tokens` tokens."""
-    decoder, modules = decoder_of(model), [module for _, module in attention_modules(model)]
-    probes = [Probe(tokens) for _ in modules]
-    cache = _ProbeCache(probes)
+def _probe(model: PreTrainedModel, tokens: int) -> dict[int, Probe]:
+    """The probes of the layers by index, from a forward pass over random embeddings of `tokens` tokens."""
+    decoder, modules = decoder_of(model), {index: module for index, _, module in attention_modules(model)}
+    probes = {index: Probe(tokens) for index in modules}
+    cache = _ProbeCache(probes, model.config if has_states(text_config(model.config)) else None)
     weight: Any = model.get_input_embeddings().weight
     noise = torch.Generator().manual_seed(0)
     embeds = torch.randn(1, tokens, weight.shape[1], generator=noise, dtype=torch.float32)
@@ -239,7 +240,8 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
     # In training mode, transformers takes the cache from layers with gradient checkpointing.
     checkpointed = checkpointed_modules(decoder)
     with ExitStack() as undo:
-        for module, probe in zip(modules, probes, strict=True):
+        for index, module in modules.items():
+            probe = probes[index]
             undo.callback(module.register_forward_pre_hook(_input_recorder(probe), with_kwargs=True).remove)
             for name in {*_KEY_NAMES, *_VALUE_NAMES}:
                 if isinstance(child := getattr(module, name, None), nn.Module):
@@ -253,7 +255,7 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
             why = reason(error)
             message = f"{type(model).__name__} does not run with a key-value cache from outside: {why}"
             raise UsageError(message) from error
-    missing = [index for index in range(len(modules)) if index not in cache.updated]
+    missing = [index for index in modules if index not in cache.updated]
     if missing:
         raise UsageError(f"{type(model).__name__}: layer {missing[0]} does not use a key-value cache of its own")
     return probes

@@ -62,12 +62,13 @@ class SharedPrompts:
     """The prompts that several methods read, one method after the other; they are dropped with this object.
 
     attached: the methods, of one model. Each method runs the model itself where there is one method alone, where one
-    has compressed prefill, and where the tensors of the recorded passes would take more than `MAX_BYTES`.
+    has compressed prefill, where layers hold other states than keys and values, and where the tensors of the recorded
+    passes would take more than `MAX_BYTES`.
     """
 
     def __init__(self, attached: Sequence[Attached]) -> None:
         self._attached, self._recorded, self._room = attached, list[RecordedPass](), 0
-        if len(attached) > 1 and all(each.prefill == "exact" for each in attached):
+        if len(attached) > 1 and all(each.prefill == "exact" and not each.has_states for each in attached):
             self._room = MAX_BYTES
         sources = {plan.keys.source for each in attached for plan in each.plans}
         self._keeps_input, self._keeps_key = "input" in sources, "pre_rope" in sources
@@ -108,7 +109,7 @@ class SharedPrompts:
         model = self._attached[0].model
         shape = model_shape(model)
         heads = shape.query_heads + shape.kv_heads * (3 if self._keeps_key else 2)
-        numbers = shape.layers * (heads * shape.head_dim + shape.hidden_size * self._keeps_input)
+        numbers = len(shape.cached_layers) * (heads * shape.head_dim + shape.hidden_size * self._keeps_input)
         return ids.numel() * numbers * model.dtype.itemsize
 
     def _record(self, plain: Callable[..., Any], cache: CompressedCache, inputs: Mapping[str, Any]) -> Any:
@@ -119,7 +120,7 @@ class SharedPrompts:
         ]
         with _recording(layers, self._keeps_input, self._keeps_key) as passes:
             output = plain(**inputs, past_key_values=cache)
-        forward = cache.layers[0].forward
+        forward = cache.compressed[0].forward
         # Hidden states and the like would not be given back: a caller that asks for them shares nothing.
         if forward is not None and isinstance(output, ModelOutput) and set(output) == {"logits", "past_key_values"}:
             kept = type(output)(logits=output["logits"])  # without the first method's cache
@@ -166,7 +167,7 @@ def _after_key(taken: LayerPass, key: CapturePoint) -> Callable[[nn.Module, tupl
 def _replay(recorded: RecordedPass, attached: Attached, cache: CompressedCache) -> ModelOutput:
     """Give `cache` the tensors of the recorded pass; returns the model's output with this cache."""
     cache.rows = recorded.rows.copy()
-    for layer, cached, taken in zip(attached.layers, cache.layers, recorded.layers, strict=True):
+    for layer, cached, taken in zip(attached.layers, cache.compressed, recorded.layers, strict=True):
         if taken.query is None or taken.key is None or taken.value is None:
             raise ValueError(f"{layer.name}: its attention was not recorded")
         if taken.position_embeddings is not None and cached.plan.keys.source != "post_rope":

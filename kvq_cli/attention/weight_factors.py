@@ -29,8 +29,8 @@ def check_factors(artifact: Artifact, spec: Spec | None, layers: Sequence[Attent
     """
     if spec is None or not spec.full_rank or "errors" not in artifact.config:
         return
-    for layer in layers:
-        tensors, errors = artifact.layer(layer.index), artifact.config["errors"]["layers"][layer.index]
+    for layer, errors in zip(layers, artifact.config["errors"]["layers"], strict=True):
+        tensors = artifact.layer(layer.index)
         weights = dict(zip("kv", projections(layer), strict=True)) if spec.factors(layer.index) else {}
         for name in spec.factors(layer.index):
             limit, where = min(errors[name]["residual"], _MAX_RESIDUAL) + _ROUNDING, f"layers.{layer.index}."

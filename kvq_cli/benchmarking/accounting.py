@@ -61,7 +61,7 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
         dict(constants),
         numbers=numbers,
         tokens=batch * context,
-        compressed=packed / shape.layers,
+        compressed=packed / len(shape.cached_layers),
         tables=dict(tables),
         working=working,
         beyond_window=held_tokens * per_token - numbers,
@@ -72,7 +72,7 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
 def seen_numbers(shape: ModelShape, context: int, batch: int = 1) -> int:
     """The numbers that transformers' own cache holds of `batch` sequences of `context` tokens: layers with a sliding
     window drop the tokens before it."""
-    tokens = sum(seen_tokens(context, shape.window(layer)) for layer in range(shape.layers))
+    tokens = sum(seen_tokens(context, shape.window(layer)) for layer in shape.cached_layers)
     return batch * tokens * 2 * shape.kv_heads * shape.head_dim
 
 
@@ -89,7 +89,7 @@ def distinct_plans(shape: ModelShape, plan: Callable[[int], LayerPlan]) -> list[
 
 def _distinct(shape: ModelShape, plan: Callable[[int], LayerPlan]) -> list[tuple[LayerPlan, int | None, int]]:
     distinct: dict[Any, list[tuple[LayerPlan, int | None]]] = {}
-    for layer in range(shape.layers):
+    for layer in shape.cached_layers:
         planned, window = plan(layer), shape.window(layer)
         distinct.setdefault((_structure(planned), window), []).append((planned, window))
     return [(*alike[0], len(alike)) for alike in distinct.values()]
@@ -163,7 +163,7 @@ def _structure(value: Any) -> Any:
 def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:
     """Return the bytes of the method's artifact by kind of tensor ("centroids", "mean", "down", ...); empty without
     calibration."""
-    return bytes_by_kind(artifact_specs(method, shape, layer) for layer in range(shape.layers))
+    return bytes_by_kind(artifact_specs(method, shape, layer) for layer in shape.cached_layers)
 
 
 def bytes_by_kind(layers: Iterable[Mapping[str, TensorLike]]) -> Mapping[str, int]:

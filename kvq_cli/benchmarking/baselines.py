@@ -111,6 +111,7 @@ class KvqCache(BenchmarkedCache):
     def on(self, model: PreTrainedModel) -> Iterator[Callable[[int], Cache]]:
         with attach(model, self._method, prefill=self._prefill, backend=self._wanted_backend) as attached:
             self._attached, self.backend = attached, attached.backend.summary
+            self.can_rewind = not attached.has_states
             try:
                 yield attached.new_cache
             finally:
@@ -120,7 +121,7 @@ class KvqCache(BenchmarkedCache):
     def step_kinds(self, context: int, limit: int) -> list[StepKind]:
         """A kind for each pattern of windows that pack, first positions first. A share counts the steps until the
         pattern repeats: KIVI packs its keys in one step of 128."""
-        windows = {stream.window for layer in self._attached.new_cache().layers for stream in layer.streams}
+        windows = {stream.window for layer in self._attached.new_cache().compressed for stream in layer.streams}
         end = min(context + math.lcm(*(window.flush for window in windows)), limit)
         positions: dict[tuple[bool, ...], list[int]] = {}
         for past in range(context, end):
@@ -165,7 +166,7 @@ def _compile_quanto() -> None:
 
 def _layers_nbytes(cache: Cache, *attributes: str) -> int:
     """Return the bytes of these attributes of all layers."""
-    return sum(_nbytes(getattr(layer, name)) for layer in cache.layers for name in attributes)
+    return sum(_nbytes(getattr(layer, name)) for layer in cache.layers for name in attributes if hasattr(layer, name))
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -29,7 +29,7 @@ def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int
     """
     generator = torch.Generator().manual_seed(seed)
     shape, tensors = model_shape(model), {}
-    for layer in range(shape.layers):
+    for layer in shape.cached_layers:
         for tensor_name, x in artifact_tensors(method, shape, layer).items():
             kind = tensor_name.split(".")[1]
             if kind in ("std", "deviation"):

@@ -1,10 +1,12 @@
-"""The compressed cache of a model: one `CompressedLayer` per layer, usable as `past_key_values`."""
+"""The compressed cache of a model, usable as `past_key_values`: a `CompressedLayer` for each layer with attention, and
+transformers' own for others."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Forward, Rows
 from kvq_cli.cache.saved_cache import Origin, SavedPrompt, save
 from kvq_cli.cache.shared import CachePosition
+from kvq_cli.cache.states import clone, croppable, nbytes
 from kvq_cli.errors import KvqError, UsageError
 
 
@@ -27,28 +30,43 @@ class CompressedCache(Cache):
     as they are stored) or "compressed" (every token attends to what it would see had it been decoded one by one).
     nominal_bits: the method's bits per number, backend: who computes attention over it; both for the report.
     origin: the model and the method that the cache belongs to, for `save`.
+    own_layers: makes the empty layers of the model's own cache, where some of them are not compressed.
     loaded: of a cache from `Attached.load_cache`, the token ids and the text that were saved with it.
+    compressed: the compressed layers, in order; `layers` are those of the model.
     """
-
-    layers: list[CompressedLayer]  # type: ignore[assignment]  # transformers' own may be of any kind
 
     def __init__(
         self,
-        layers: list[CompressedLayer],
+        layers: Sequence[CompressedLayer],
         prefill: str,
         nominal_bits: float,
         backend: str | None = None,
         origin: Callable[[CompressedCache], Origin] | None = None,
+        own_layers: Callable[[], list[Any]] = list,
     ) -> None:
-        super().__init__(layers=list(layers))
+        super().__init__(layers=[])
+        self.compressed, self._own_layers = list(layers), own_layers
+        self._arrange(own_layers())
         self.prefill, self.nominal_bits, self.backend, self._origin = prefill, nominal_bits, backend, origin
         #: The prompt of a cache that was loaded from a file.
         self.loaded: SavedPrompt | None = None
         self.rows = Rows()
         #: The adapters with which the model computed it; see `AdapterWatch`.
         self.adapters: Applied = {}
+        #: Whether a pass has begun that is not complete: layers behind the last attention may lack it.
+        self.unfinished = False
         #: While a decode step is captured or replayed: the tokens of every row before it, int64 `[1]` on the device.
         self.cache_position: Tensor | None = None
+
+    def _arrange(self, own: list[Any]) -> None:
+        """Put the compressed layers in place of those in `own`, the model's layers; empty: there are no others."""
+        for layer in self.compressed if own else ():
+            own[layer.index] = layer
+        self.layers = own or list(self.compressed)
+        #: The layers that are not compressed.
+        self.others = [layer for layer in self.layers if layer not in self.compressed]
+        #: By index, the layers that hold what is not compressed, some of them beside compressed keys and values.
+        self.states = {index: x for index, x in enumerate(self.layers) if getattr(x, "holds_state", True)}
 
     @property
     def max_cache_len(self) -> int:
@@ -57,8 +75,8 @@ class CompressedCache(Cache):
 
     def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
         """Describe the forward pass that starts; see `Rows.begin`."""
-        lengths = {layer.columns for layer in self.layers}
-        if len(lengths) > 1 or any(layer.absorbing for layer in self.layers):
+        lengths = {layer.columns for layer in self.compressed}
+        if len(lengths) > 1 or self.unfinished or any(layer.absorbing for layer in self.compressed):
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
         forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
         position = self.cache_position
@@ -66,51 +84,52 @@ class CompressedCache(Cache):
 
     def can_capture(self) -> bool:
         """Whether the next step, one token more in every row, can be captured in a CUDA graph: all rows have as many
-        tokens, and there are no pads."""
+        tokens, there are no pads, and all layers are compressed."""
         past = self.get_seq_length()
-        alike = past > 0 and not any(self.rows.pads) and len(set(self.rows.offsets)) == 1
+        alike = past > 0 and not self.states and not any(self.rows.pads) and len(set(self.rows.offsets)) == 1
         return alike and all(
-            stream.can_capture(past - layer.dropped) for layer in self.layers for stream in layer.streams
+            stream.can_capture(past - layer.dropped) for layer in self.compressed for stream in layer.streams
         )
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the layers; see `Stream.tensors`."""
-        return [tensor for layer in self.layers for stream in layer.streams for tensor in stream.tensors()]
+        return [tensor for layer in self.compressed for stream in layer.streams for tensor in stream.tensors()]
 
     def packing_pattern(self) -> tuple[bool, ...]:
         """Which windows pack tokens when one is added to every row: steps of one pattern are the same work."""
         lengths = dict.fromkeys(
-            (stream.window, layer.columns - layer.dropped) for layer in self.layers for stream in layer.streams
+            (stream.window, layer.columns - layer.dropped) for layer in self.compressed for stream in layer.streams
         )
         return tuple(window.packed(past + 1) > window.packed(past) for window, past in lengths)
 
     def dropped(self) -> list[int]:
         """How many tokens of every row layers have dropped, each number once; 0 for layers that keep all."""
-        return sorted({layer.dropped for layer in self.layers})
+        return sorted({layer.dropped for layer in self.compressed})
 
     def drop_unseen(self) -> None:
         """Drop what no later query sees; see `CompressedLayer.drop_unseen`."""
-        for layer in self.layers:
+        for layer in self.compressed:
             if not layer.keeps_unseen:
                 layer.drop_unseen()
 
     def advance(self, positions: Tensor) -> Forward:
         """Count a replayed step: one token more in every row."""
         forward = self.begin(1, self.batch_size, None, positions)
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.advance(forward)
         return forward
 
     def rewind(self, tokens: int) -> None:
         """Set the length of every row back to `tokens`, after a step that was counted but not computed."""
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.columns = tokens
             for stream in layer.streams:
                 stream.lengths = [tokens - layer.dropped] * len(stream.lengths)
 
     def report(self) -> CacheReport:
         """Bytes by part and bits per number, from the tensors that exist."""
-        return report(self.layers, self.nominal_bits, self.backend)
+        states = sum(map(nbytes, self.states.values()))
+        return replace(report(self.compressed, self.nominal_bits, self.backend), states=states)
 
     @property
     def batch_size(self) -> int:
@@ -124,9 +143,12 @@ class CompressedCache(Cache):
     def clone(self) -> CompressedCache:
         """A copy that shares no tensor of the sequences: what is appended to one is not in the other."""
         sums = CrossLayerSum()
-        layers = [layer.clone(sums) for layer in self.layers]
-        copy = CompressedCache(layers, self.prefill, self.nominal_bits, self.backend, self._origin)
+        layers = [layer.clone(sums) for layer in self.compressed]
+        copy = CompressedCache(layers, self.prefill, self.nominal_bits, self.backend, self._origin, self._own_layers)
+        if self.others:
+            copy._arrange([clone(layer) if layer in self.others else layer for layer in self.layers])
         copy.rows, copy.loaded, copy.adapters = self.rows.copy(), self.loaded, self.adapters
+        copy.unfinished = self.unfinished
         return copy
 
     def save(self, path: str | os.PathLike, prompt: Tensor | SavedPrompt, option: str = "path") -> int:
@@ -134,17 +156,27 @@ class CompressedCache(Cache):
 
         prompt: the token ids `[batch, tokens]` of all columns so far, pads included, or these with their text.
         `Attached.load_cache` reads the file. option: the flag that chooses another path, for messages.
-        Raises UsageError where the ids are not as many as the cache holds, KvqError where the file cannot be written.
+        Raises UsageError where the ids are not as many as the cache holds, and where layers hold other states; KvqError
+        where the file cannot be written.
         """
+        self.check_saved()
         if self._origin is None:
             raise UsageError("only a cache made by an attach() can be saved")
         if isinstance(prompt, Tensor):
             prompt = SavedPrompt(prompt)
         return save(self, path, prompt, self._origin(self), option)
 
+    def check_saved(self) -> None:
+        """UsageError where layers hold states that files of saved caches do not have."""
+        if self.states:
+            layer = next(iter(self.states))
+            raise UsageError(f"a cache with other states than keys and values, as layer {layer} has, cannot be saved")
+
     def reset(self) -> None:
-        super().reset()
-        self.rows = Rows()
+        for layer in self.compressed:
+            layer.reset()
+        self._arrange(self._own_layers())  # the next prompt may have another number of rows
+        self.rows, self.unfinished = Rows(), False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""
@@ -164,26 +196,31 @@ class CompressedCache(Cache):
         wanted = index.tolist()
         if wanted == list(range(len(self.rows.pads))):
             return  # beams that stay in their places cost nothing
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.select(index)
+        for other in self.others:
+            other.reorder_cache(index)
         self.rows.select(wanted)
 
     def activate_past_recording(self) -> None:
         """Drop no more tokens but in `crop`: `generate` calls this before decoding that takes tokens back. UsageError
         where it cannot."""
-        if not all(stream.keeps_numbers for layer in self.layers for stream in layer.streams):
+        if not all(stream.keeps_numbers for layer in self.compressed for stream in layer.streams):
             raise UsageError(
                 "generate(assistant_model=...) and generate(prompt_lookup_num_tokens=...) take tokens back, which a "
                 "cache that packs tokens cannot: generate without them, or with the method fp16"
             )
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.keeps_unseen = True
+        for other in self.others:
+            if hasattr(other, "activate_past_recording"):
+                other.activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
 
-        UsageError where one of them is packed with others: its neighbours in full precision are gone; and where a layer
-        with a sliding window has dropped tokens that the next query would see.
+        UsageError where one of them is packed with others: its neighbours in full precision are gone; where a layer
+        with a sliding window has dropped tokens that the next query would see; and where one has a recurrent state.
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
@@ -194,25 +231,33 @@ class CompressedCache(Cache):
         if count == self.get_seq_length():
             self.reset()  # the next tokens are a prompt of their own, of as many rows as they bring
             return
-        if not all(layer.croppable(count) for layer in self.layers):
+        if (index := next((index for index, each in self.states.items() if not croppable(each)), None)) is not None:
+            raise UsageError(
+                f"crop({-count}): layer {index} holds a state that cannot give tokens back: read the text anew"
+            )
+        if not all(layer.croppable(count) for layer in self.compressed):
             raise UsageError(
                 f"crop({-count}): some of these tokens are packed already and cannot be taken back; assisted and "
                 "prompt-lookup decoding take tokens back: generate without them, or keep more tokens in full precision"
             )
-        if not all(layer.sees_its_window(count) for layer in self.layers):
+        if not all(layer.sees_its_window(count) for layer in self.compressed):
             raise UsageError(
                 f"crop({-count}): layers with a sliding window have dropped tokens that the next one would see: read "
                 "the text anew, or call activate_past_recording() before the tokens that will be taken back"
             )
-        for layer in self.layers:
+        for layer in self.compressed:
             layer.crop(count)
-        self._drop_at_crop()
+        self._drop_at_crop(count)
         left = self.get_seq_length()
         self.rows.pads = [min(pads, left) for pads in self.rows.pads]
         self.rows.prompts = [min(n, left - pads) for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
 
-    def _drop_at_crop(self) -> None:
-        """Drop what no later query sees, and what was kept so that it could be taken back."""
-        for layer in self.layers:
+    def _drop_at_crop(self, removed: int = 0) -> None:
+        """Drop what no later query sees, and what was kept so that it could be taken back. removed: tokens that layers
+        which are not compressed still hold."""
+        for other in self.others:
+            if removed or getattr(other, "record_past", False):
+                other.crop(-removed)
+        for layer in self.compressed:
             if layer.keeps_unseen:
                 layer.drop_unseen()

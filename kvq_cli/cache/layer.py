@@ -47,6 +47,7 @@ class CompressedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False  # only as far as `crop` says
     supports_early_init = False
+    holds_state = False  # beside keys and values
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class CompressedLayer(CacheLayerMixin):
     def clone(self, cross_layer: CrossLayerSum | None) -> CompressedLayer:
         """A copy that shares no tensor of the sequences; `cross_layer` is the sum of the copy's layers."""
         settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer)
-        copy = CompressedLayer(self.index, *settings)
+        copy = type(self)(self.index, *settings)
         copy.keeps_unseen = self.keeps_unseen
         for stream, own in zip(copy.streams, self.streams, strict=True):
             stream.reserve_like(own)

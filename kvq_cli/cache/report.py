@@ -36,6 +36,7 @@ class CacheReport:
     backend:         who computed the attention of single queries; None: nobody.
     reserved:        those of the "unused" bytes that are room for tokens behind the longest row.
     beyond_window:   numbers that are held, too, though their tokens are beyond the sliding window of their layer.
+    states:          bytes of what layers hold that are not compressed (recurrent states, chunked attention); apart.
     """
 
     nominal_bits: float
@@ -50,6 +51,7 @@ class CacheReport:
     reserved: int = 0
     beyond_window: int = 0
     packed_numbers: float = 0
+    states: int = 0
 
     def __add__(self, other: CacheReport) -> CacheReport:
         """The report of this cache's rows and `other`'s, both of the same method."""
@@ -65,6 +67,7 @@ class CacheReport:
             reserved=self.reserved + other.reserved,
             beyond_window=self.beyond_window + other.beyond_window,
             packed_numbers=self.packed_numbers + other.packed_numbers,
+            states=self.states + other.states,
         )
 
     @property
@@ -120,6 +123,7 @@ class CacheReport:
             "beyond_window": self.beyond_window,
             "tokens": self.tokens,
             "compressed_tokens": self.compressed,
+            **({"states": self.states} if self.states else {}),
             **({} if self.backend is None else {"backend": self.backend}),
         }
 
@@ -127,12 +131,14 @@ class CacheReport:
         parts = ", ".join(f"{name} {size:,}" for name, size in self.parts.items() if size)
         working = "".join(f"; {name} during a pass {size:,} bytes" for name, size in self.working.items())
         tables = f", tables made from them {self.table_bytes:,} bytes" if self.tables else ""
+        states = f"; other states {self.states:,} bytes" if self.states else ""
         backend = "" if self.backend is None else f"; attention by {self.backend}"
         beyond = f", {self.beyond_window:,} numbers beyond sliding windows not counted" if self.beyond_window else ""
         return (
             f"{self.tokens:,} tokens, {self.compressed:,.0f} compressed; {self.bytes:,} bytes ({parts}) "
             f"against {self.fp16_bytes:,} in 16 bits{beyond}; {self.measured_bits:.2f} bits per number "
-            f"(nominal {self.nominal_bits:g}); shared constants {self.constant_bytes:,} bytes{tables}{working}{backend}"
+            f"(nominal {self.nominal_bits:g}); shared constants {self.constant_bytes:,} bytes{tables}{working}"
+            f"{states}{backend}"
         )
 
 

@@ -112,9 +112,9 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
     """
     from kvq_cli import __version__
 
-    columns = {layer.columns for layer in cache.layers}
+    columns = {layer.columns for layer in cache.compressed}
     held = (len(cache.rows.pads), *columns)
-    if len(columns) != 1 or not held[1] or any(layer.absorbing for layer in cache.layers):
+    if len(columns) != 1 or not held[1] or any(layer.absorbing for layer in cache.compressed):
         raise UsageError("this cache holds no complete forward pass: there is nothing to save")
     if tuple(prompt.ids.shape) != held:
         raise UsageError(
@@ -124,7 +124,7 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
     tensors = {_IDS: prompt.ids.to("cpu", torch.int64).contiguous()}
     if prompt.text:
         tensors[_TEXT] = torch.frombuffer(bytearray(prompt.text.encode()), dtype=torch.uint8)
-    for layer in cache.layers:
+    for layer in cache.compressed:
         layer.drop_unseen(all_of_them=True)
     tensors |= _tensors(cache)
     about = {
@@ -158,7 +158,7 @@ def _streams(index: int, layer: CompressedLayer) -> Iterator[tuple[str, Stream]]
 
 def _tensors(cache: CompressedCache) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all streams, on the CPU."""
-    for name, stream in (pair for index, layer in enumerate(cache.layers) for pair in _streams(index, layer)):
+    for name, stream in (pair for index, layer in enumerate(cache.compressed) for pair in _streams(index, layer)):
         lengths = [length + stream.dropped for length in stream.lengths]
         settings = (stream.codec, stream.plan.window, stream.ring, lengths, cache.rows.prompts, stream.dropped)
         wanted = expected(*settings).tensors()
@@ -315,7 +315,7 @@ class SavedCache:
         lengths = [columns - pads for pads in rows.pads]
         known = {_IDS, _TEXT}
         with self.refusing():
-            for index, (layer, shape) in enumerate(zip(cache.layers, layers, strict=True)):
+            for index, (layer, shape) in enumerate(zip(cache.compressed, layers, strict=True)):
                 streams = list(_streams(index, layer))
                 dropped = layer.saved_from(lengths) if self.about["format"] == FORMAT else 0
                 wanted = {

@@ -195,16 +195,18 @@ def model_profiles(
     units, layers = list[tuple[Floats, Floats]](), list[int]()
     by_head = groups[0] == groups[1]
     losses = {stream: x + HEAD_PRIOR * (x.mean(0, keepdims=True) - x) for stream, x in losses.items()}
-    for layer in range(shape.layers):
+    for layer in shape.cached_layers:
         pairs = zip(losses[layer, "k"], losses[layer, "v"], strict=True) if by_head else None
         units += pairs or [(losses[layer, "k"].sum(0), losses[layer, "v"].sum(0))]
         layers += [layer] * (len(units) - len(layers))
     if spec.allocate == "stream":
         limits = stream_rate(spec, "k", shape), stream_rate(spec, "v", shape)
-        budget = shape.layers * sum(number * rate for number, rate in zip(groups, limits, strict=True))
+        budget = len(shape.cached_layers) * sum(number * rate for number, rate in zip(groups, limits, strict=True))
     else:
         limits = None
-        spent = shape.layers * sum(number * (kind in spec.gains) for number, kind in zip(groups, "kv", strict=True))
+        spent = len(shape.cached_layers) * sum(
+            number * (kind in spec.gains) for number, kind in zip(groups, "kv", strict=True)
+        )
         budget = (spec.byte_budget(shape) - spent) // RATE
     solved = Allocation(units, (1, 1) if by_head else groups, budget, limits=limits, layers=layers).solve()
     found: dict[tuple[int, str], list[Widths]] = {}

@@ -19,7 +19,9 @@ from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decod
 from kvq_cli.attention.replaced_forward import replaced_forward
 from kvq_cli.calibration import blocked_attention
 from kvq_cli.calibration.loss import hidden_gradient
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.layer_kinds import has_chunks, layer_kinds
+from kvq_cli.models import text_config
 from kvq_cli.upcast import upcast_products
 
 #: Receives the captured numbers: layer index, "k" or "v", "x" (activations) or "g" (gradients), and a tensor
@@ -102,8 +104,17 @@ def blocked_attention_on_cpu(
     model: PreTrainedModel, layers: Sequence[AttentionLayer], always: bool = False
 ) -> Iterator[None]:
     """On a CPU, compute plain causal attention with `blocked_attention`, which keeps no weights; or `always`."""
-    decoder = decoder_of(model)
+    decoder, config = decoder_of(model), text_config(model.config)
     before = decoder.config._attn_implementation
+    if has_chunks(config):
+        if always:
+            layer = layer_kinds(config).index("chunked_attention")
+            raise UsageError(
+                f"layer {layer} has chunked attention, through which this method's gradients are not computed: "
+                "calibrate another method (temporalkv, kvquant, channelkv)"
+            )
+        yield
+        return
     plain = all(layer.sliding_window is None for layer in layers) and not getattr(
         decoder.config, "attention_dropout", 0
     )

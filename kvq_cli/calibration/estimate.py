@@ -90,7 +90,7 @@ def cluster_workers(plan: CapturePlan) -> int:
 def stream_bytes(plan: CapturePlan) -> int:
     """Rough bytes to calibrate the keys or values of one layer: to cluster them, and to fit the largest transform."""
     shape = plan.loaded.shape
-    parts = (part for layer in range(shape.layers) for part in plan.spec.parts(layer).items())
+    parts = (part for layer in shape.cached_layers for part in plan.spec.parts(layer).items())
     sizes = (part.groups(kind, shape) for kind, part in parts)
     matrices = max(8 * groups * width**2 for groups, width in sizes)
     return clustering_bytes(plan.settings, plan.capture.tokens, shape) + _FITTED_MATRICES * matrices

@@ -160,7 +160,7 @@ def capture_size(settings: CalibrationSettings, skip: int, unit: int, loaded: Lo
     """The largest capture within `settings.budget`, of `unit` tokens at a time after the first `skip`."""
     shape = loaded.shape
     possible = max(0, settings.seqlen - skip) // unit
-    per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2  # 16 bits per number
+    per_token = len(shape.cached_layers) * 2 * shape.kv_heads * shape.head_dim * 2  # 16 bits per number
     affordable = int(settings.budget * GIB) // ((settings.samples + settings.gradients) * unit * per_token)
     units = min(possible, affordable)
     return CaptureSize(skip, unit, units, possible, settings.samples, settings.gradients, per_token)

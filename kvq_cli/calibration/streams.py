@@ -29,7 +29,7 @@ StreamFunction: TypeAlias = Callable[[CapturedStream], Any]
 
 def streams_of(plan: CapturePlan) -> list[Stream]:
     """All streams, layer by layer."""
-    return [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in KINDS]
+    return [(layer, kind) for layer in plan.loaded.shape.cached_layers for kind in KINDS]
 
 
 def calibrate_part(
@@ -93,7 +93,7 @@ def cluster_all(
     for _ in apply_to_streams(plan, captures, cluster, missing, write, workers):
         done += 1
         progress("cluster", done, len(streams))
-    return [{kind: work.read_json(stream_name(layer, kind)) for kind in KINDS} for layer in range(len(streams) // 2)]
+    return [{kind: work.read_json(stream_name(layer, kind)) for kind in KINDS} for layer in dict(streams)]
 
 
 def apply_to_streams(

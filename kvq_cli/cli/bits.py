@@ -19,6 +19,7 @@ from kvq_cli.cli.sizes import (
     each_counted,
     model_size,
     not_shapes,
+    note_other_layers,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def bits(
     from kvq_cli.benchmarking.accounting import account, artifact_bytes
 
     size = model_size(shapes, model, trust_remote_code)
+    note_other_layers(size.shape, shapes or model, out)
     counted, rows = [], []
 
     def count(method: Method) -> tuple[CacheReport, int]:

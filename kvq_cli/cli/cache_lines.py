@@ -30,6 +30,7 @@ def cache_line(report: dict[str, Any], longer: str = "") -> str:
         + longer
         + (f"; room for more tokens: {human_bytes(unused)}" if unused else "")
         + (f"; beyond sliding windows: {report['beyond_window']:,} numbers" if report.get("beyond_window") else "")
+        + (f"; other states: {human_bytes(report['states'])}" if report.get("states") else "")
         + (f"; shared by all sequences: {human_bytes(shared)}" if shared else "")
         + (f"; attention by {report['backend']}" if report.get("backend") else "")
     )

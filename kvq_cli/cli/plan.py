@@ -19,6 +19,7 @@ from kvq_cli.cli.sizes import (
     each_counted,
     model_size,
     not_shapes,
+    note_other_layers,
 )
 from kvq_cli.errors import UsageError
 from kvq_cli.units import parse_bytes
@@ -116,6 +117,11 @@ def plan(
             out.note(f"note: planned for {context:,} tokens, the whole context of {shapes or model}")
     if context > size.context:
         out.note(f"note: --context {context:,} is longer than the {size.context:,} tokens of {shapes or model}")
+    note_other_layers(size.shape, shapes or model, out)
+    if engine is Engine.vllm and size.shape.attention:
+        raise UsageError(
+            f"--engine vllm: kvq serve does not serve {shapes or model}, of which some layers have no cache"
+        )
     found, rows = [], []
 
     def count(method: Method) -> Capacity:

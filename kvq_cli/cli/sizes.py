@@ -68,6 +68,13 @@ def model_size(name: str | None, model: str, trust_remote_code: bool = False) ->
     return ModelSize(shape, 2 * parameters, context)
 
 
+def note_other_layers(shape: ModelShape, name: str, out: Output) -> None:
+    """Say, of a model with layers that have no keys and values to compress, that only the others are counted."""
+    if shape.attention:
+        counted = f"{len(shape.attention)} of {shape.layers} layers"
+        out.note(f"note: {counted} of {name} have a cache to compress and are counted; states of the others are not")
+
+
 def _reference_size() -> ModelSize:
     """Size of the built-in model, without transformers, whose import takes seconds."""
     from kvq_cli.benchmarking.shapes import SHAPES

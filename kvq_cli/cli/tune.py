@@ -151,11 +151,12 @@ def tune(
 
 
 def _print_artifact(output: Output, artifact: Artifact) -> None:
-    from kvq_cli.artifact.errors import method_of
+    from kvq_cli.artifact.errors import cached_layers, method_of
 
     config = artifact.config
-    tuning, layers = config["tuning"], range(config["model"]["fingerprint"]["layers"])
-    output.table(["layer", "keys", "values"], [[i, *(method_of(config, i, kind) for kind in "kv")] for i in layers])
+    tuning, layers = config["tuning"], enumerate(cached_layers(config))
+    rows = [[layer, *(method_of(config, place, kind) for kind in "kv")] for place, layer in layers]
+    output.table(["layer", "keys", "values"], rows)
     chosen = tuning["chosen"]
     rows = [
         [one["step"] + (" (chosen)" if index == chosen else ""), round(one["bits"], 3), one["kl"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -26,7 +26,9 @@ T = TypeVar("T")
 class ModelShape:
     """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`.
 
-    windows: per layer, the newest tokens that a query sees, itself included; None: all. Empty: all layers see all.
+    layers: all of the model. windows: per layer, the newest tokens that a query sees, itself included; None: all.
+    Empty: all layers see all. attention: the layers whose keys and values are compressed, of a model that has others,
+    too (linear attention, convolutions, chunked attention); empty: all.
     context: with windows, the longest text that the model takes, in tokens; 0: not known.
     """
 
@@ -38,6 +40,17 @@ class ModelShape:
     dtype: str
     windows: tuple[int | None, ...] = ()
     context: int = 0
+    attention: tuple[int, ...] = ()
+
+    @property
+    def cached_layers(self) -> Sequence[int]:
+        """The indices of the layers whose keys and values are compressed."""
+        return self.attention or range(self.layers)
+
+    def by_layer(self, entries: Sequence[T]) -> tuple[T, ...]:
+        """An entry for each layer of the model, from those of `cached_layers`; other layers repeat the first."""
+        known = dict(zip(self.cached_layers, entries, strict=True))
+        return tuple(known.get(layer, entries[0]) for layer in range(self.layers))
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, in tokens; None: its queries see all tokens."""

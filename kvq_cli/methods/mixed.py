@@ -59,24 +59,26 @@ class Mixed(Method):
         names = map(self._names, "kv")
         return sum(sum(self._method(name).nominal_bits for name in each) / len(each) for each in names) / 2
 
-    def component(self, layer: int, kind: str) -> Method:
-        """The method of a layer's keys ("k") or values ("v"), with the windows of all."""
+    def component(self, layer: int, kind: str, shape: ModelShape | None = None) -> Method:
+        """The method of a layer's keys ("k") or values ("v"), with the windows of all. shape: of a model that also has
+        layers without a method."""
         names = self._names(kind)
-        return self._method(names[0] if len(names) == 1 else names[layer])
+        place = layer if shape is None else shape.cached_layers.index(layer)
+        return self._method(names[0] if len(names) == 1 else names[place])
 
     def calibration(self, shape: ModelShape) -> MixedSpec:
         self._check_layers(shape)
-
-        parts = ([part_spec(self.component(layer, kind), shape) for kind in "kv"] for layer in range(shape.layers))
-        streams = tuple((keys, values) for keys, values in parts)
-        return MixedSpec(self.sinks, streams, near=self.recent + self.buffer // 2)
+        layers = shape.cached_layers
+        parts = ([part_spec(self.component(layer, kind, shape), shape) for kind in "kv"] for layer in layers)
+        streams = [(keys, values) for keys, values in parts]
+        return MixedSpec(self.sinks, shape.by_layer(streams), near=self.recent + self.buffer // 2)
 
     def needs_artifact(self, shape: ModelShape) -> bool:
         return any(not isinstance(part, Uncalibrated) for part in self.calibration(shape).different)
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         self._check_layers(shape)
-        keys, values = (self.component(layer, kind).stream_plan(kind, layer, shape, tensors) for kind in "kv")
+        keys, values = (self.component(layer, kind, shape).stream_plan(kind, layer, shape, tensors) for kind in "kv")
         return LayerPlan(keys, values)
 
     def _names(self, kind: str) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ class Mixed(Method):
 
     def _check_layers(self, shape: ModelShape) -> None:
         for option_, names in (("keys", self._names("k")), ("values", self._names("v"))):
-            if len(names) not in (1, shape.layers):
+            if len(names) not in (1, len(shape.cached_layers)):
                 raise UsageError(f"mixed: {option_} names {len(names)} methods: give one, or one for each layer")
 
 

@@ -120,7 +120,7 @@ class TransformSpec(StreamSpec):
         return Profile((even_widths(max(1, lane_bytes), width),) * groups, kind in self.gains)
 
     def byte_budget(self, shape: ModelShape) -> int:
-        return self._bytes(shape.layers * 2 * shape.kv_heads * shape.head_dim)
+        return self._bytes(len(shape.cached_layers) * 2 * shape.kv_heads * shape.head_dim)
 
     def stream_bytes(self, kind: str, shape: ModelShape) -> int:
         """Maximum bytes of a packed token of one stream that has `bits` of its own; at least those of one byte a
@@ -137,9 +137,10 @@ class TransformSpec(StreamSpec):
         if shape.head_dim < fields.FIELD:
             raise UsageError(f"klt: head_dim={shape.head_dim} is below {fields.FIELD}: choose another method")
         least = [self.least_bytes(kind, shape) for kind in "kv"]
-        needed = shape.layers * (2 * max(least) if self.allocate == "stream" else sum(least))
+        layers = len(shape.cached_layers)
+        needed = layers * (2 * max(least) if self.allocate == "stream" else sum(least))
         if self.byte_budget(shape) < needed:
-            bits = 8 * needed / (shape.layers * 2 * shape.kv_heads * shape.head_dim)
+            bits = 8 * needed / (layers * 2 * shape.kv_heads * shape.head_dim)
             raise UsageError(
                 f"klt: bits={self.bits:g} are {self.byte_budget(shape)} bytes for a token of all layers, and the "
                 f"transforms need {needed}: set bits={math.ceil(bits * 1e4) / 1e4:g} or more, or have fewer transforms "

@@ -59,11 +59,12 @@ class TurboQuant(Method):
         return (self.bits + (self.value_bits or self.bits)) / 2
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
-        if self.skip_layers and 2 * self.skip_layers >= shape.layers:
+        layers = shape.cached_layers
+        if self.skip_layers and 2 * self.skip_layers >= len(layers):
             raise UsageError(
-                f"turboquant: skip_layers={self.skip_layers} leaves none of {shape.layers} layers to compress"
+                f"turboquant: skip_layers={self.skip_layers} leaves none of {len(layers)} layers to compress"
             )
-        if not self.skip_layers <= layer < shape.layers - self.skip_layers:
+        if layer not in layers[self.skip_layers : len(layers) - self.skip_layers]:
             return uncompressed()
         bits, window = self.value_bits or self.bits, Window(self.sinks, self.recent, self.buffer)
         values = self._rotated(bits, shape)

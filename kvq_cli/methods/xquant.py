@@ -73,7 +73,7 @@ class XQuant(LayerInputMethod):
         return FactorSpec((latent_names(shape),) * shape.layers)
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
-        bits = self.base_bits if layer < self.base_layers else self.bits
+        bits = self.base_bits if layer in shape.cached_layers[: self.base_layers] else self.bits
         return layer_plan(bits, self.group, self.window, shape, tensors, layer, self.first_channel)
 
 

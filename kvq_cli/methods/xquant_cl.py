@@ -53,9 +53,10 @@ class XQuantCL(LayerInputMethod):
 
     def calibration(self, shape: ModelShape) -> FactorSpec:
         delta = () if keeps_input(shape) else ("x",)
-        below, above = min(self.base_layers - 1, shape.layers), max(0, shape.layers - self.base_layers)
-        between = shape.layers - below - above
-        return FactorSpec((*[latent_names(shape)] * below, *[()] * between, *[delta] * above))
+        layers = len(shape.cached_layers)
+        below, above = min(self.base_layers - 1, layers), max(0, layers - self.base_layers)
+        between = layers - below - above
+        return FactorSpec(shape.by_layer([*[latent_names(shape)] * below, *[()] * between, *[delta] * above]))
 
     def keeps_local(self, shape: ModelShape) -> bool:
         if self.local == "16bit":
@@ -66,12 +67,13 @@ class XQuantCL(LayerInputMethod):
         return False
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
-        if layer < self.base_layers - 1:
+        place, layers = shape.cached_layers.index(layer), len(shape.cached_layers)
+        if place < self.base_layers - 1:
             return layer_plan(self.base_bits, self.group, self.window, shape, tensors, layer)
         accumulator = None
         if self.accumulator_bits != EXACT:
             accumulator = quantizer(self.accumulator_bits, "token", self.group, shape.hidden_size, shape)
-        part = CrossLayer(layer == self.base_layers - 1, layer == shape.layers - 1, accumulator)
+        part = CrossLayer(place == self.base_layers - 1, place == layers - 1, accumulator)
         if part.first:
             return replace(whole_input(self.base_bits, self.group, self.window, shape), cross_layer=part)
         down = None if keeps_input(shape) else factor(tensors, "x.down", layer, shape)

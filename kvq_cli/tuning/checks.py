@@ -30,8 +30,9 @@ def check_request(plan: MixedPlan, options: TuneOptions) -> None:
         except KvqError as error:
             raise type(error)(f"--candidates {text}: {error}") from error
     spec = cast("TransformSpec", part_spec(_served_by(plan, klt).component(0, "k"), shape))
-    cheapest = shape.layers * sum(spec.least_bytes(kind, shape) for kind in "kv")
-    check_budget(int(options.budget * numbers * 2 * shape.layers / 8), cheapest)
+    layers = len(shape.cached_layers)
+    cheapest = layers * sum(spec.least_bytes(kind, shape) for kind in "kv")
+    check_budget(int(options.budget * numbers * 2 * layers / 8), cheapest)
 
 
 def _served_by(plan: MixedPlan, name: str) -> Mixed:

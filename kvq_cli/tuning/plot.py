@@ -31,7 +31,7 @@ def plot_tuning(config: Mapping[str, Any], path: Path) -> None:
 
 def stream_bits(config: Mapping[str, Any]) -> dict[str, list[float]]:
     """Bits of the codes per number of each layer's keys ("k") and values ("v")."""
-    method, layers = from_config(config["method"]), config["model"]["fingerprint"]["layers"]
+    method, layers = from_config(config["method"]), len(config["errors"]["layers"])
     assert isinstance(method, Mixed)
     return {kind: [method.component(layer, kind).nominal_bits for layer in range(layers)] for kind in "kv"}
 

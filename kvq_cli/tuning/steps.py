@@ -105,7 +105,7 @@ class Steps:
 
     def method(self, names: Mapping[Stream, str], bits: float = 16.0) -> Mixed:
         """The method with these streams; its windows are the plan's."""
-        keys, values = (" ".join(names[layer, kind] for layer in range(self.shape.layers)) for kind in "kv")
+        keys, values = (" ".join(names[layer, kind] for layer in self.shape.cached_layers) for kind in "kv")
         windows = {key: getattr(self.plan.method, key) for key in windows_names()}
         return Mixed(bits=bits, keys=keys, values=values, **windows)
 
@@ -122,11 +122,11 @@ class Steps:
         """The calibration errors of each layer."""
         return [
             {kind: self._work.read_json(_step((layer, kind), names[layer, kind])) for kind in "kv"}
-            for layer in range(self.shape.layers)
+            for layer in self.shape.cached_layers
         ]
 
     def _component(self, stream: Stream, name: str) -> Method:
-        return self.method(dict.fromkeys(self.streams, name)).component(*stream)
+        return self.method(dict.fromkeys(self.streams, name)).component(*stream, self.shape)
 
     def _run(self, phase: str, task: Callable[[Stream], None], streams: Sequence[Stream]) -> None:
         for done, _ in enumerate(run_parallel(task, streams, estimate.cluster_workers(self.plan)), 1):

@@ -33,6 +33,7 @@ def check_plans(method: Method, plans: Sequence[LayerPlan]) -> None:
 def check_model(config: PretrainedConfig, name: str) -> None:
     """Raise UsageError for a model whose attention kvq does not page."""
     from kvq_cli.attention.capture_points import sliding_windows
+    from kvq_cli.layer_kinds import has_states
     from kvq_cli.models import text_config
 
     text = text_config(config)
@@ -40,6 +41,8 @@ def check_model(config: PretrainedConfig, name: str) -> None:
         raise UsageError(f"{name} has multi-head latent attention (MLA), whose latents kvq does not compress")
     if any(window is not None for window in sliding_windows(text)):
         raise UsageError(f"{name} has sliding-window attention, which kvq does not serve: use `kvq generate`")
+    if has_states(text):
+        raise UsageError(f"{name} has layers with other states than keys and values: use `kvq generate`")
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{name} is not a decoder-only model")
 

@@ -34,6 +34,15 @@ them saves less than 5 % of the packed cache of a text as long as the model's co
 of 128 tokens in every second layer, as in GPT-OSS (0.7 % of 131,072 tokens at 2 bits), but not for Gemma 3 270M (51 %
 of 32,768 tokens at 2 bits, 22 % at 4). Calibration fits all layers, so that an artifact serves both; its bits are
 given out as if all were packed. `xquant-cl` packs them always.
+
+Of a model whose layers differ in kind, kvq compresses the layers with full attention or a sliding window, and those
+with attention beside a recurrent state. Linear attention, Mamba, convolutions and chunked attention keep transformers'
+own states in the same cache, in 16 bits or as the model computes them. Layers keep the model's indices in artifacts and
+messages. Sizes are those of the compressed layers; reports name the bytes of `other states`. Tokens behind a recurrent
+state cannot be taken back (`crop`, assisted decoding), caches with other states cannot be saved or served, and their
+decode steps are not captured in CUDA graphs. `klt` and `mixed` are not calibrated for models with chunked attention.
+Their exact logits are compared with transformers' own cache in the same passes: states of `jamba` and `nemotron_h`
+depend on how a prompt is cut (`--prefill-chunk`).
 """
 REFUSED_HEAD = """\
 ## Refused

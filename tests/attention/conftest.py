@@ -134,8 +134,9 @@ def factored() -> Callable[[transformers.PreTrainedModel, Method], Artifact]:
 
     def make(model: transformers.PreTrainedModel, method: Method) -> Artifact:
         shape, tensors = model_shape(model), {}
-        for site, names in zip(attention_layers(model), method.calibration(shape).layers, strict=True):
-            actual, _ = factorize(site, names, shape.torch_dtype)
+        spec = method.calibration(shape)
+        for site in attention_layers(model):
+            actual, _ = factorize(site, spec.factors(site.index), shape.torch_dtype)
             tensors |= {f"layers.{site.index}.{name}": tensor for name, tensor in actual.items()}
         made_for = {"name": "tiny", "fingerprint": fingerprint(model).to_dict()}
         return Artifact({"method": to_config(method), "model": made_for}, tensors, Path("nowhere"))

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from transformers import Lfm2Config
 from typer.testing import CliRunner
 
 from kvq_cli.benchmarking.accounting import account
@@ -79,6 +80,18 @@ def test_requests_that_fit_into_blocks_of_vllm(name, options):
     assert left(found.batch, 3000) >= 0 > left(found.batch + 1, 3000)
     assert left(2, found.context) >= 0 > left(2, int(found.context * 1.01) + layout.block_size)
     assert found.bits == layout.bits(shape)
+
+
+def test_layers_without_a_cache_are_not_counted(kvq, tmp_path):
+    Lfm2Config(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]).save_pretrained(tmp_path)
+    words = ("plan", "--model", str(tmp_path), "--memory", "40GB", "--compare", "kivi-2bit")
+    planned = kvq(*words, "--context", "4096", "--json")
+    assert f"note: 1 of 3 layers of {tmp_path} have a cache to compress and are counted" in planned.stderr
+    shape = configured_shape(str(tmp_path))
+    alone = account(build("kivi", bits=2), replace(shape, layers=1, attention=()), 4096).bytes
+    assert json.loads(planned.stdout)["methods"][0]["cache"] == alone
+    served = kvq(*words, "--engine", "vllm")
+    assert served.exit_code == 2 and "of which some layers have no cache" in served.stderr
 
 
 def test_each_rank_has_its_share_of_weights_heads_and_blocks(kvq):

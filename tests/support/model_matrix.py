@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch
 import transformers
 from random_artifacts import random_parts
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq_cli.artifact import Artifact, fingerprint
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, decoder_of
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.errors import KvqError
+from kvq_cli.layer_kinds import has_states, layer_kinds
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.registry import build, method_class, method_names, to_config
 from kvq_cli.methods.specs import FactorSpec
@@ -29,16 +31,19 @@ from kvq_cli.models import model_shape
 
 LAYERS, VOCABULARY, TOKENS = 3, 97, 44
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 #: transformers' model types that kvq computes, with options that show what is special about each.
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "biogpt": {},
     "bitnet": {},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": 7, "layer_types": SLIDING},
     "ernie4_5": {},
     "exaone4": {"sliding_window": 7, "layer_types": SLIDING},
+    "falcon_h1": {},
     "gemma": {},
     "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"sliding_window": 7, "layer_types": SLIDING},
@@ -51,18 +56,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
     "granite": {"attention_multiplier": 0.3},
     "granitemoe": {},
+    "granitemoehybrid": {"layer_types": LINEAR, "mamba_n_heads": 8},
     "helium": {},
     "hunyuan_v1_dense": {},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama": {},
+    "llama4_text": {"attention_chunk_size": 7, "no_rope_layers": [1, 0, 1]},
     "ministral": {"sliding_window": 7, "layer_types": SLIDING},
     "mistral": {"sliding_window": 9},
     "mixtral": {},
     "modernbert-decoder": {"sliding_window": 8},
     "nanochat": {},
     "nemotron": {"partial_rotary_factor": 0.5},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
     "olmo": {"clip_qkv": 2.0},
     "olmo2": {},
     "olmo3": {"sliding_window": 7, "layer_types": SLIDING},
+    "olmo_hybrid": {"layer_types": LINEAR},
     "olmoe": {},
     "opt": {},
     "persimmon": {"qk_layernorm": True},
@@ -73,6 +84,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "layer_types": SLIDING},
     "qwen3_moe": {},
+    "qwen3_5_text": {"layer_types": LINEAR},
+    "qwen3_next": {"layer_types": LINEAR},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "stablelm": {"qk_layernorm": True},
@@ -87,16 +100,22 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "diffllama": {},
     "falcon": {},
-    "falcon_h1": {},
     "gemma4_text": {},
     "gptj": {"rotary_dim": 8},
     "jetmoe": {},
-    "llama4_text": {},
     "mamba": {},
+    "minimax": {},
     "mpt": {},
-    "qwen3_next": {},
     "recurrent_gemma": {},
     "rwkv": {},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
+}
+#: What layers of a kind have beside, or in place of, attention that is compressed.
+_OTHER_KINDS = {
+    "chunked_attention": "layers of chunked attention",
+    "conv": "layers of convolutions",
+    "hybrid": "Mamba beside attention",
+    "linear_attention": "layers of linear attention or Mamba",
 }
 #: Standard deviation of the key biases of Qwen 2.5, which reach hundreds.
 LARGE_BIASES = {"qwen2": 150.0}
@@ -111,9 +130,11 @@ _SIZES = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **{"num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2},
-    # Latent and linear attention, which is refused: small enough to be built.
+    # Latent attention, which is refused, and linear attention: small enough to be built.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
 }
 
@@ -168,7 +189,7 @@ def examine(model_type: str) -> Row:
     model = tiny_model(model_type, **FAMILIES[model_type])
     exact = {"after RoPE": build("fp16"), "before RoPE": PreRope(), "layer input": build("xquant", bits=16, group=16)}
     errors, refused = {}, {}
-    own = model(_ids()).logits
+    own = _own_logits(model)
     for name, method in exact.items():
         try:
             errors[name] = ((_decoded(model, method) - own).abs().max() / own.abs().max()).item()
@@ -200,19 +221,21 @@ def features(model: PreTrainedModel, layers: list[AttentionLayer], rotations: bo
     shape, config = model_shape(model), model.config
     styles = {layer.rotation.style for layer in layers} if rotations else set()
     heads = {shape.query_heads: "MHA", 1: "MQA"}.get(shape.kv_heads, "GQA")
-    rotated = "no RoPE" if not hasattr(decoder_of(model), "rotary_emb") else "RoPE before the key norm"
+    normed = any(layer.key and type(layer.key.module).__name__.endswith("Norm") for layer in layers)
+    rotated = "RoPE before the key norm" if normed else "no RoPE"
     words = [heads, rotated if styles == {"none"} else "layers without RoPE" if "none" in styles else ""]
     words.append("interleaved RoPE" if "interleaved" in styles else "")
     if any(0 < layer.rotation.width < shape.head_dim for layer in layers):
         words.append("partial RoPE")
     if any(layer.sliding_window for layer in layers):
         words.append("sliding window")
-    if any(layer.key and type(layer.key.module).__name__.endswith("Norm") for layer in layers):
+    if normed:
         words.append("key norm")
     if getattr(config, "attn_logit_softcapping", None):
         words.append("capped scores")
     if any(hasattr(layer.module, "sinks") for layer in layers):
         words.append("sink logits")
+    words += [_OTHER_KINDS[kind] for kind in {*layer_kinds(config)} & {*_OTHER_KINDS}]
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if names & {"experts", "router", "block_sparse_moe"}:
         words.append("MoE")
@@ -225,15 +248,32 @@ def _ids() -> Tensor:
     return torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
+def _own_logits(model: PreTrainedModel) -> Tensor:
+    """The model's own logits, of one pass; of a model with other states, of the passes of `_decoded`: states of some
+    families (Jamba) depend on how a text is cut."""
+    if not has_states(model.config):
+        return model(_ids()).logits
+    return _passes(model, DynamicCache(config=model.config))
+
+
+def _passes(model: PreTrainedModel, cache: Cache) -> Tensor:
+    """Logits of a prompt, a chunk and single tokens."""
+    ids, starts, parts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)], []
+    for first, last in pairwise(starts):
+        # As `generate` does: Bamba counts them from 0 in each pass.
+        positions = {"position_ids": torch.arange(first, last)[None]} if has_states(model.config) else {}
+        parts.append(model(ids[:, first:last], past_key_values=cache, **positions).logits)
+    return torch.cat(parts, dim=1)
+
+
 def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
     """Logits of a prompt, a chunk and single tokens, read from the compressed cache; some tokens must be packed."""
-    ids, starts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)]
     with attach(model, ready_method(model, method), prefill="compressed") as kv:
         cache = kv.new_cache()
-        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(starts, starts[1:], strict=False)]
+        logits = _passes(model, cache)
         # Windows that are shorter than what is recent drop all that is packed.
         assert cache.report().compressed > 0 or any(cache.dropped()) or method.nominal_bits == 16
-    return torch.cat(parts, dim=1)
+    return logits
 
 
 def small_method(name: str) -> Method:
@@ -253,8 +293,8 @@ def ready_method(model: PreTrainedModel, method: Method) -> Method | Artifact:
         config, tensors = random_parts(method, model)
         return Artifact(config, tensors, Path("nowhere"))
     tensors = {}
-    for layer, names in zip(attention_layers(model), spec.layers, strict=True):
-        factors, _ = factorize(layer, names, shape.torch_dtype)
+    for layer in attention_layers(model):
+        factors, _ = factorize(layer, spec.factors(layer.index), shape.torch_dtype)
         tensors |= {f"layers.{layer.index}.{name}": tensor for name, tensor in factors.items()}
     made_for = {"name": "tiny", "fingerprint": fingerprint(model).to_dict()}
     return Artifact({"method": to_config(method), "model": made_for}, tensors, Path("nowhere"))

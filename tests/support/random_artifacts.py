@@ -47,7 +47,7 @@ def random_parts(
     shape = model_shape(model)
     spec, tensors = method.calibration(shape), {}
     generator = torch.Generator().manual_seed(seed)
-    for layer in range(shape.layers):
+    for layer in shape.cached_layers:
         drawn = _factors(spec, model, layer) or _layer(spec, shape, layer, generator)
         tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
     model_entry = {"name": name, "revision": None, "dtype": shape.dtype}
@@ -62,7 +62,7 @@ def random_parts(
         **({"captured": CAPTURED} if spec.captures else {}),
         "errors": {
             "measure": "none",
-            "layers": [_errors(spec, shape, layer, tensors) for layer in range(shape.layers)],
+            "layers": [_errors(spec, shape, layer, tensors) for layer in shape.cached_layers],
         },
         **tuning,
     }

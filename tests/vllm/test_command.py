@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 from random_artifacts import random_parts, tiny_model
-from transformers import LlamaConfig, MistralConfig
+from transformers import Lfm2Config, LlamaConfig, MistralConfig
 
 from kvq_cli.artifact import load_artifact, save_artifact
 from kvq_cli.errors import UsageError
@@ -236,6 +236,7 @@ def test_a_model_as_vllm_takes_it_is_refused(fails, folder):
     [
         (MistralConfig(sliding_window=64, num_hidden_layers=2), "sliding-window attention"),
         (LlamaConfig(num_hidden_layers=2, kv_lora_rank=8), "latent attention"),
+        (Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "other states than keys and values"),
     ],
 )
 def test_models_whose_attention_is_not_paged(kvq, tmp_path, config, message):

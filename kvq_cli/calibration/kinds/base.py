@@ -70,7 +70,7 @@ class CalibrationPlan(ABC):
         shape = self.loaded.shape
         counts = Counter(
             (self._label(layer, name), form)
-            for layer in range(shape.layers)
+            for layer in shape.cached_layers
             for name, form in self.spec.layout(shape, layer, self.spec.first_choices(shape, layer)).items()
         )
         return [

@@ -64,7 +64,7 @@ class FactorPlan(CalibrationPlan):
         self.read_text(work, layers, progress)
         tensors: dict[str, Tensor] = {}
         measured = []
-        for layer in layers:
+        for done, layer in enumerate(layers, 1):
             step = f"{layer.index}.factors"
             errors = work.read_json(step)
             if errors is None:
@@ -73,7 +73,7 @@ class FactorPlan(CalibrationPlan):
                 work.write_json(step, errors)  # last: marks the step as finished
             tensors |= {f"layers.{layer.index}.{key}": tensor for key, tensor in work.read_tensors(step).items()}
             measured.append(errors)
-            progress("factorize", layer.index + 1, len(layers))
+            progress("factorize", done, len(layers))
         return tensors, {"errors": {"measure": self.measure, "layers": measured}}
 
     def read_text(self, work: WorkFolder, layers: Sequence[AttentionLayer], progress: Progress) -> None:
@@ -111,7 +111,7 @@ class LowRankPlan(FactorPlan):
     def sums_bytes(self) -> int:
         """Bytes of `low_rank.SecondMoments` of all layers."""
         shape, heads = self.loaded.shape, self.spec.heads
-        numbers = shape.layers * 2 * (shape.kv_heads // heads) * (heads * shape.head_dim) ** 2
+        numbers = len(shape.cached_layers) * 2 * (shape.kv_heads // heads) * (heads * shape.head_dim) ** 2
         return 8 * numbers if self.spec.whiten else 0
 
     def read_text(self, work: WorkFolder, layers: Sequence[AttentionLayer], progress: Progress) -> None:

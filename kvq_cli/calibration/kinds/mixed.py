@@ -43,7 +43,7 @@ class MixedPlan(CapturePlan):
             layer, kind = stream
             return partial(
                 calibrate_component,
-                method=self.method.component(*stream),
+                method=self.method.component(*stream, self.loaded.shape),
                 layer=layer,
                 kind=kind,
                 shape=self.loaded.shape,
@@ -59,7 +59,7 @@ class MixedPlan(CapturePlan):
         """Raise UsageError where a sample's captured tokens are no block of a part that does not calibrate: its errors
         are measured on whole blocks."""
         for layer, kind in streams_of(self):
-            method = self.method.component(layer, kind)
+            method = self.method.component(layer, kind, self.loaded.shape)
             if method.calibrates:
                 continue
             block = method.stream_plan(kind, layer, self.loaded.shape, {}).codec.block_tokens

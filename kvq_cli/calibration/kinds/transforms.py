@@ -40,7 +40,7 @@ class TransformPlan(CapturePlan):
         sizes = (self.spec.groups(kind, shape) for kind in "kv")
         # Float64: analysis and synthesis, mean, std and variances, and 9 losses of each field.
         numbers = (groups * (width * (2 * width + 3) + 9 * (width // FIELD)) for groups, width in sizes)
-        return 8 * shape.layers * sum(numbers)
+        return 8 * len(shape.cached_layers) * sum(numbers)
 
     def functions(
         self, work: WorkFolder, captures: WorkFolder, progress: Progress, workers: Workers | None

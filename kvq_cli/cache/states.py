@@ -1,0 +1,82 @@
+"""Layers of a compressed cache that are not compressed: transformers' own, with the states of linear attention and
+convolutions, and of chunked attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import DynamicCache, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from kvq_cli.cache.cross_layer import CrossLayerSum
+from kvq_cli.cache.layer import CompressedLayer
+
+#: What layers of transformers hold, as tensors or as numbered tensors.
+_HELD = ("keys", "values", "conv_states", "recurrent_states")
+
+
+class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
+    """A compressed layer that also holds the recurrent state of the linear attention beside its attention."""
+
+    holds_state = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the recurrent state; see `CompressedLayer.lazy_initialization` for keys and values."""
+        if not args:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        LinearAttentionLayer.__init__(self)  # the next prompt may have another number of rows
+
+    def clone(self, cross_layer: CrossLayerSum | None) -> CompressedLayer:
+        made = super().clone(cross_layer)
+        for name in vars(LinearAttentionLayer()):
+            setattr(made, name, _cloned(getattr(self, name)))
+        return made
+
+    def select(self, index: Tensor) -> None:
+        super().select(index)
+        LinearAttentionLayer.reorder_cache(self, index)
+
+
+def own_layers(config: PretrainedConfig) -> list[Any]:
+    """The empty layers of the model's own cache."""
+    return DynamicCache(config=config).layers
+
+
+def clone(layer: Any) -> Any:
+    """A copy of a layer of transformers that shares no tensor with it."""
+    made = copy.copy(layer)
+    for name, value in vars(layer).items():
+        setattr(made, name, _cloned(value))
+    return made
+
+
+def nbytes(layer: Any) -> int:
+    """The bytes of what a layer of transformers holds, or of the recurrent state of a `HybridLayer`."""
+    return sum(x.nbytes for name in _HELD for x in _tensors(getattr(layer, name, None)))
+
+
+def croppable(layer: Any) -> bool:
+    """Whether the layer can give tokens back: not behind a recurrent state, and only while it records the past, or has
+    not filled its window."""
+    if any(True for _ in _tensors(getattr(layer, "recurrent_states", None))):
+        return False
+    tokens = getattr(layer, "cumulative_length", None)
+    return getattr(layer, "record_past", True) or (tokens is not None and tokens < layer.get_max_length())
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    """The tensors of an attribute: one, a numbered set, or none."""
+    values = held.values() if isinstance(held, Mapping) else [held]
+    return [x for x in values if x is not None]
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _cloned(each) for key, each in value.items()}
+    return value.detach().clone() if isinstance(value, Tensor) else value
