@@ -27,6 +27,7 @@ class CompressedCache(Cache):
     as they are stored) or "compressed" (every token attends to what it would see had it been decoded one by one).
     nominal_bits: the method's bits per number, backend: who computes attention over it; both for the report.
     origin: the model and the method that the cache belongs to, for `save`.
+    rollback: how many of the newest tokens `crop` can remove, also where they have packed others.
     loaded: of a cache from `Attached.load_cache`, the token ids and the text that were saved with it.
     """
 
@@ -49,6 +50,11 @@ class CompressedCache(Cache):
         self.adapters: Applied = {}
         #: While a decode step is captured or replayed: the tokens of every row before it, int64 `[1]` on the device.
         self.cache_position: Tensor | None = None
+        self.rollback = 0
+        #: Whether passes end in drafted tokens, which `generate` may take back: it has announced assisted decoding.
+        self.drafts = False
+        #: Drafted tokens of the pass that runs, which see what they would see decoded one by one; None: nobody said.
+        self.drafted: int | None = None
 
     @property
     def max_cache_len(self) -> int:
@@ -91,8 +97,7 @@ class CompressedCache(Cache):
     def drop_unseen(self) -> None:
         """Drop what no later query sees; see `CompressedLayer.drop_unseen`."""
         for layer in self.layers:
-            if not layer.keeps_unseen:
-                layer.drop_unseen()
+            layer.drop_unseen()
 
     def advance(self, positions: Tensor) -> Forward:
         """Count a replayed step: one token more in every row."""
@@ -106,7 +111,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             layer.columns = tokens
             for stream in layer.streams:
-                stream.lengths = [tokens - layer.dropped] * len(stream.lengths)
+                stream.crop(stream.lengths[0] + layer.dropped - tokens)
 
     def report(self) -> CacheReport:
         """Bytes by part and bits per number, from the tensors that exist."""
@@ -127,6 +132,7 @@ class CompressedCache(Cache):
         layers = [layer.clone(sums) for layer in self.layers]
         copy = CompressedCache(layers, self.prefill, self.nominal_bits, self.backend, self._origin)
         copy.rows, copy.loaded, copy.adapters = self.rows.copy(), self.loaded, self.adapters
+        copy.rollback, copy.drafts = self.rollback, self.drafts
         return copy
 
     def save(self, path: str | os.PathLike, prompt: Tensor | SavedPrompt, option: str = "path") -> int:
@@ -144,7 +150,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.rows = Rows()
+        self.rows, self.drafts, self.drafted = Rows(), False, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""
@@ -169,50 +175,45 @@ class CompressedCache(Cache):
         self.rows.select(wanted)
 
     def activate_past_recording(self) -> None:
-        """Drop no more tokens but in `crop`: `generate` calls this before decoding that takes tokens back. UsageError
-        where it cannot."""
-        if not all(stream.keeps_numbers for layer in self.layers for stream in layer.streams):
-            raise UsageError(
-                "generate(assistant_model=...) and generate(prompt_lookup_num_tokens=...) take tokens back, which a "
-                "cache that packs tokens cannot: generate without them, or with the method fp16"
-            )
-        for layer in self.layers:
-            layer.keeps_unseen = True
+        """Expect drafted tokens in the passes that follow: `generate` calls this before assisted decoding. See
+        `Drafts`, which allows for their rollback."""
+        self.drafts = True
+
+    def allow_rollback(self, tokens: int) -> None:
+        """Let `crop` remove the newest `tokens` tokens, of those that come from now on."""
+        if tokens > self.rollback:
+            for layer in self.layers:
+                layer.allow_rollback(tokens)
+            self.rollback = tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
+        """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers): the cache is
+        then as if they had never come.
 
-        UsageError where one of them is packed with others: its neighbours in full precision are gone; and where a layer
-        with a sliding window has dropped tokens that the next query would see.
+        UsageError where one of them has packed tokens whose numbers in full precision are gone (see `rollback`) or that
+        are of the prompt to which the method is fit; and where a layer with a sliding window has dropped tokens that
+        the next query would see.
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         count = min(-int(tokens_to_remove), self.get_seq_length())  # transformers 5.17 passes a tensor
         if count == 0:
-            self._drop_at_crop()
             return
         if count == self.get_seq_length():
             self.reset()  # the next tokens are a prompt of their own, of as many rows as they bring
             return
         if not all(layer.croppable(count) for layer in self.layers):
             raise UsageError(
-                f"crop({-count}): some of these tokens are packed already and cannot be taken back; assisted and "
-                "prompt-lookup decoding take tokens back: generate without them, or keep more tokens in full precision"
+                f"crop({-count}): these tokens have packed others, whose numbers in full precision are gone: make the "
+                f"cache with new_cache(rollback={count}); only the prompt of methods that are fit to it stays packed"
             )
         if not all(layer.sees_its_window(count) for layer in self.layers):
             raise UsageError(
                 f"crop({-count}): layers with a sliding window have dropped tokens that the next one would see: read "
-                "the text anew, or call activate_past_recording() before the tokens that will be taken back"
+                f"the text anew, or make the cache with new_cache(rollback={count})"
             )
         for layer in self.layers:
             layer.crop(count)
-        self._drop_at_crop()
         left = self.get_seq_length()
         self.rows.pads = [min(pads, left) for pads in self.rows.pads]
         self.rows.prompts = [min(n, left - pads) for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
-
-    def _drop_at_crop(self) -> None:
-        """Drop what no later query sees, and what was kept so that it could be taken back."""
-        for layer in self.layers:
-            if layer.keeps_unseen:
-                layer.drop_unseen()

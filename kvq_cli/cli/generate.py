@@ -49,6 +49,15 @@ TopK = Annotated[
     _decoding("--top-k", min=0, help="Sample from this many likeliest tokens; 0: all (default: the model's, or 0)."),
 ]
 Beams = Annotated[int, _decoding("--num-beams", min=1, help="Number of beams; above 1: beam search.")]
+PromptLookup = Annotated[
+    int | None,
+    _decoding(
+        "--prompt-lookup",
+        min=1,
+        help="Draft up to this many tokens from what followed the last ones before, and check them in one pass: the "
+        "same tokens, in fewer passes where the answer repeats the prompt.",
+    ),
+]
 Chunk = Annotated[
     int | None,
     _decoding(
@@ -101,11 +110,10 @@ class DecodingOptions:
     top_k: Annotated[TopK, _generates] = None
     prefill_chunk: Chunk = None
 
-    def decoding(self, seed: int, num_beams: int = 1) -> Decoding:
+    def decoding(self, seed: int, num_beams: int = 1, prompt_lookup: int | None = None) -> Decoding:
         """Decoding parameters; UsageError for flags that contradict each other."""
-        return Decoding(
-            self.max_new_tokens, self.temperature, self.top_p, self.top_k, num_beams, self.prefill_chunk, seed
-        )
+        sampling = self.max_new_tokens, self.temperature, self.top_p, self.top_k
+        return Decoding(*sampling, num_beams, self.prefill_chunk, seed, prompt_lookup)
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,7 @@ def generate(
     raw: Raw = False,
     system: System = None,
     num_beams: Annotated[Beams, _generates] = 1,
+    prompt_lookup: Annotated[PromptLookup, _generates] = None,
     prefill: opt.Prefill = "exact",
     save_cache: SaveCache = None,
     load_cache: LoadCache = None,
@@ -137,7 +146,7 @@ def generate(
     if raw and system is not None:
         raise UsageError("--raw with --system: plain text has no system message; use one of them")
     text = _read_prompt(prompt, file)
-    parameters = decoding.decoding(model_options.seed, num_beams)
+    parameters = decoding.decoding(model_options.seed, num_beams, prompt_lookup)
     check_files(save_cache, load_cache)
     if system is not None and load_cache is not None:
         raise UsageError("--system with --load-cache: the system message is saved with the document, by --save-cache")
@@ -163,7 +172,7 @@ def generate(
         if max_new_tokens < decoding.max_new_tokens:
             out.note(f"the context of {generator.loaded.name} leaves room for {max_new_tokens} new tokens")
         if cache is None:
-            cache = generator.attached.new_cache(len(ids) + max_new_tokens)
+            cache = generator.attached.new_cache(len(ids) + max_new_tokens + (prompt_lookup or 0))
         generated = generator.generate(ids, cache, (lambda piece: None) if output.as_json else write_stdout)
     if not output.as_json:
         write_stdout("\n")

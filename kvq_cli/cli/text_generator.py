@@ -37,6 +37,7 @@ class Decoding:
     num_beams: int = 1
     prefill_chunk: int | None = None
     seed: int = 0
+    prompt_lookup: int | None = None
 
     def __post_init__(self) -> None:
         if self.temperature == float("inf"):
@@ -48,6 +49,9 @@ class Decoding:
             raise UsageError(f"{flag} needs sampling: add --temperature, for example --temperature 0.7")
         if self.num_beams > 1 and self.temperature > 0:
             raise UsageError("--num-beams (beam search) with --temperature (sampling): use one of them")
+        other = "--num-beams" if self.num_beams > 1 else "--prefill-chunk" if self.prefill_chunk is not None else None
+        if self.prompt_lookup is not None and other is not None:
+            raise UsageError(f"--prompt-lookup with {other}: transformers does not combine them; use one of them")
 
     def too_cold(self) -> UsageError:
         """The error of a temperature by which logits cannot be divided."""
@@ -69,6 +73,8 @@ class Decoding:
             arguments["num_beams"] = self.num_beams
         if self.prefill_chunk is not None:
             arguments["prefill_chunk_size"] = self.prefill_chunk
+        if self.prompt_lookup is not None:
+            arguments["prompt_lookup_num_tokens"] = self.prompt_lookup
         return arguments
 
 
