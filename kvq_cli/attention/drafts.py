@@ -54,15 +54,21 @@ class Drafts:
         kwargs = {**self._signature.bind_partial(*args).arguments, **kwargs}
         inputs = kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
-        keep, columns = kwargs.get("logits_to_keep"), 0 if inputs is None else inputs.shape[1]
+        if inputs is None:
+            return None
+        keep, mask, columns = kwargs.get("logits_to_keep"), kwargs.get("attention_mask"), inputs.shape[1]
         drafted = min(keep, columns) - 1 if isinstance(keep, int) and keep > 1 else 0
-        self._thread.prompt, cache.drafted = None, 0
-        if drafted:
-            cache.allow_rollback(drafted)
-            if columns - drafted > 1 or not cache.get_seq_length():
-                self._thread.prompt = model(**_part(kwargs, 0, columns - drafted, columns))
-                kwargs = _part(kwargs, columns - drafted, columns, columns)
-            cache.drafted = drafted
+        self._thread.prompt, cache.drafted, past = None, 0, cache.get_seq_length()
+        # transformers gives the first pass all tokens, also those that the cache already holds.
+        start = past if isinstance(mask, Tensor) and mask.shape == inputs.shape[:2] else 0
+        end = columns - drafted
+        cache.allow_rollback(drafted)
+        if drafted and (end - start > 1 or not past):
+            self._thread.prompt = model(**_part(kwargs, start, end, columns, 1))
+            kwargs = _part(kwargs, end, columns, columns, drafted)
+        elif start > 0:
+            kwargs = _part(kwargs, start, columns, columns, keep)
+        cache.drafted = drafted
         return (), kwargs
 
     def _after_forward(self, _model: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -84,9 +90,9 @@ class _Thread(threading.local):
     prompt: Any = None
 
 
-def _part(kwargs: dict[str, Any], start: int, stop: int, columns: int) -> dict[str, Any]:
-    """The arguments of a pass over the columns [start, stop) of a pass of `columns` columns. Other tensors, those of
-    images, are for the first part."""
+def _part(kwargs: dict[str, Any], start: int, stop: int, columns: int, keep: int) -> dict[str, Any]:
+    """The arguments of a pass over the columns [start, stop) of a pass of `columns` columns, with the logits of the last
+    `keep`. Other tensors, those of images, are for the first part."""
     part = {name: x for name, x in kwargs.items() if start == 0 or not isinstance(x, Tensor)}
     for name, dim in _BY_COLUMN.items():
         if kwargs.get(name) is not None:
@@ -94,4 +100,4 @@ def _part(kwargs: dict[str, Any], start: int, stop: int, columns: int) -> dict[s
     if kwargs.get("attention_mask") is not None:
         mask = kwargs["attention_mask"]
         part["attention_mask"] = mask[:, : mask.shape[1] - (columns - stop)]
-    return part | {"logits_to_keep": stop - start if start else 1}
+    return part | {"logits_to_keep": keep}

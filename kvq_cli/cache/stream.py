@@ -370,7 +370,13 @@ class Stream:
     @staticmethod
     def _used(store: PackedStore, stored: list[int]) -> Packed | None:
         """The packed tokens of a store whose rows hold so many; None where there are none."""
-        return store.read(slice(0, len(stored)), 0, max(stored)) if any(stored) else None
+        if not any(stored):
+            return None
+        packed = store.read(slice(0, len(stored)), 0, max(stored))
+        for row, count in enumerate(stored):
+            for part in packed.parts.values():  # of tokens that were removed
+                part.tensor[row, :, count // part.unit :] = 0
+        return packed
 
     # -- drop, crop and select -----------------------------------------------------------------------------------
 

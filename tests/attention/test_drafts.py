@@ -57,7 +57,7 @@ def test_prompt_lookup_gives_the_tokens_of_plain_decoding(name, options, prefill
         assert cache.rollback == DRAFTED and cache.get_seq_length() == ids.shape[1] + NEW - 1
 
 
-@pytest.mark.parametrize("method", ["kivi:group=8:residual=16:sinks=3", "zipcache:residual=15", "xquant:group=8"])
+@pytest.mark.parametrize("method", ["kivi:group=8:residual=16:sinks=3", "zipcache:residual=15", "kivi:group=8:pre_rope=on"])
 def test_assistant_model(method):
     """A model whose drafts are partly right."""
     model, assistant, ids = tiny_model(hidden_size=64), tiny_model(hidden_size=64), repetitive(20)
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_count_logits_is_refused_before_the_first_token():
     def forward(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
         return plain(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
 
-    with replaced_forward(model, forward), attach(model, build("kivi")) as kv:
+    with replaced_forward(model, forward), attach(model, build("kivi", group=8)) as kv:
         cache = kv.new_cache()
         with pytest.raises(UsageError, match="takes no logits_to_keep"):
             generate(model, repetitive(), cache, prompt_lookup_num_tokens=DRAFTED)
