@@ -23,6 +23,7 @@ from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attention_hooks import NAME, AttentionHooks, recorded_score_forms, register
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, attention_modules, decoder_of
+from kvq_cli.attention.drafts import Drafts
 from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.attention.projections import projections
 from kvq_cli.attention.rotary import shared
@@ -72,11 +73,13 @@ class Attached:
             decoder_of(model), layers, plans, backends, prefill == "compressed", model_context(model.config)
         )
 
-    def new_cache(self, tokens: int = 0) -> CompressedCache:
+    def new_cache(self, tokens: int = 0, rollback: int = 0) -> CompressedCache:
         """An empty cache for one batch of sequences, to pass to the model as `past_key_values`.
 
         tokens: final length of each row, where known: layers read by kernels then allocate it at once, so that no
         later step allocates or moves tensors.
+        rollback: how many of the newest tokens `CompressedCache.crop` may remove, exactly: as many more stay in full
+        precision, too. Assisted generation sets it by itself.
         """
         self.forget_cache()  # its memory may be what the new one needs
         cross_layer = CrossLayerSum()
@@ -87,12 +90,13 @@ class Attached:
             )
             for layer, plan, rematerializers in zip(self.layers, self.plans, self._rematerializers, strict=True)
         ]
-        for cache in caches:
-            if tokens and self.backend.by_kernels(cache.index):
-                cache.reserve(tokens)
         nominal = self.method.nominal_bits
         own: Callable[[], list[Any]] = partial(own_layers, self.model.config) if self.has_states else list
         made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, self._origin_of, own)
+        made.allow_rollback(rollback)
+        for cache in caches:
+            if tokens and self.backend.by_kernels(cache.index):
+                cache.reserve(tokens)
         self.hooks.newest = made  # returned by name: another thread may make one meanwhile
         return made
 
@@ -215,6 +219,7 @@ def attach(
         undo.callback(forget_masks)
         attached.hooks.install(undo)
         undo.callback(model.register_forward_hook(attached.hooks.check_logits, with_kwargs=True).remove)
+        Drafts(model, attached.hooks).install(undo)
         if graphs and model.device.type == "cuda" and chosen.engine is not None:
             undo.enter_context(captured_steps(model, attached.hooks, chosen))
         yield attached

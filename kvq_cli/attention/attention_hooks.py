@@ -162,7 +162,10 @@ class AttentionHooks:
         if columns > 1 and longest > self._max_tokens:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
         self.check_context(longest)
-        compressed, contexts = self._compressed or self in _one_by_one.get(), dict(_contexts.get() or {})
+        if cache.drafts and cache.drafted is None:
+            raise UsageError("drafted tokens come by another model object than the attached one: attach that")
+        compressed = self._compressed or self in _one_by_one.get() or bool(cache.drafted)
+        contexts = dict(_contexts.get() or {})
         for layer, backend, cached in zip(self._layers, self._backends, cache.compressed, strict=True):
             cached.begin(forward)
             contexts[layer.module] = ForwardContext(cached, forward, backend, compressed, owner=self)

@@ -31,6 +31,7 @@ class CompressedCache(Cache):
     nominal_bits: the method's bits per number, backend: who computes attention over it; both for the report.
     origin: the model and the method that the cache belongs to, for `save`.
     own_layers: makes the empty layers of the model's own cache, where some of them are not compressed.
+    rollback: how many of the newest tokens `crop` can remove, also where they have packed others.
     loaded: of a cache from `Attached.load_cache`, the token ids and the text that were saved with it.
     compressed: the compressed layers, in order; `layers` are those of the model.
     """
@@ -57,6 +58,11 @@ class CompressedCache(Cache):
         self.unfinished = False
         #: While a decode step is captured or replayed: the tokens of every row before it, int64 `[1]` on the device.
         self.cache_position: Tensor | None = None
+        self.rollback = 0
+        #: Whether passes end in drafted tokens, which `generate` may take back: it has announced assisted decoding.
+        self.drafts = False
+        #: Drafted tokens of the pass that runs, which see what they would see decoded one by one; None: nobody said.
+        self.drafted: int | None = None
 
     def _arrange(self, own: list[Any]) -> None:
         """Put the compressed layers in place of those in `own`, the model's layers; empty: there are no others."""
@@ -109,8 +115,7 @@ class CompressedCache(Cache):
     def drop_unseen(self) -> None:
         """Drop what no later query sees; see `CompressedLayer.drop_unseen`."""
         for layer in self.compressed:
-            if not layer.keeps_unseen:
-                layer.drop_unseen()
+            layer.drop_unseen()
 
     def advance(self, positions: Tensor) -> Forward:
         """Count a replayed step: one token more in every row."""
@@ -124,7 +129,7 @@ class CompressedCache(Cache):
         for layer in self.compressed:
             layer.columns = tokens
             for stream in layer.streams:
-                stream.lengths = [tokens - layer.dropped] * len(stream.lengths)
+                stream.crop(stream.lengths[0] + layer.dropped - tokens)
 
     def report(self) -> CacheReport:
         """Bytes by part and bits per number, from the tensors that exist."""
@@ -149,6 +154,7 @@ class CompressedCache(Cache):
             copy._arrange([clone(layer) if layer in self.others else layer for layer in self.layers])
         copy.rows, copy.loaded, copy.adapters = self.rows.copy(), self.loaded, self.adapters
         copy.unfinished = self.unfinished
+        copy.rollback, copy.drafts = self.rollback, self.drafts
         return copy
 
     def save(self, path: str | os.PathLike, prompt: Tensor | SavedPrompt, option: str = "path") -> int:
@@ -176,7 +182,7 @@ class CompressedCache(Cache):
         for layer in self.compressed:
             layer.reset()
         self._arrange(self._own_layers())  # the next prompt may have another number of rows
-        self.rows, self.unfinished = Rows(), False
+        self.rows, self.unfinished, self.drafts, self.drafted = Rows(), False, False, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search)."""
@@ -203,30 +209,33 @@ class CompressedCache(Cache):
         self.rows.select(wanted)
 
     def activate_past_recording(self) -> None:
-        """Drop no more tokens but in `crop`: `generate` calls this before decoding that takes tokens back. UsageError
-        where it cannot."""
-        if not all(stream.keeps_numbers for layer in self.compressed for stream in layer.streams):
-            raise UsageError(
-                "generate(assistant_model=...) and generate(prompt_lookup_num_tokens=...) take tokens back, which a "
-                "cache that packs tokens cannot: generate without them, or with the method fp16"
-            )
-        for layer in self.compressed:
-            layer.keeps_unseen = True
+        """Expect drafted tokens in the passes that follow: `generate` calls this before assisted decoding. See
+        `Drafts`, which allows for their rollback."""
+        self.drafts = True
         for other in self.others:
             if hasattr(other, "activate_past_recording"):
                 other.activate_past_recording()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
+    def allow_rollback(self, tokens: int) -> None:
+        """Let `crop` remove the newest `tokens` tokens, of those that come from now on."""
+        if tokens > self.rollback:
+            for layer in self.compressed:
+                layer.allow_rollback(tokens)
+            self.rollback = tokens
 
-        UsageError where one of them is packed with others: its neighbours in full precision are gone; where a layer
-        with a sliding window has dropped tokens that the next query would see; and where one has a recurrent state.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers): the cache is
+        then as if they had never come.
+
+        UsageError where one of them has packed tokens whose numbers in full precision are gone (see `rollback`) or that
+        are of the prompt to which the method is fit; where a layer with a sliding window has dropped tokens that the
+        next query would see; and where one has a recurrent state.
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         count = min(-int(tokens_to_remove), self.get_seq_length())  # transformers 5.17 passes a tensor
         if count == 0:
-            self._drop_at_crop()
+            self._crop_others(0)
             return
         if count == self.get_seq_length():
             self.reset()  # the next tokens are a prompt of their own, of as many rows as they bring
@@ -237,27 +246,23 @@ class CompressedCache(Cache):
             )
         if not all(layer.croppable(count) for layer in self.compressed):
             raise UsageError(
-                f"crop({-count}): some of these tokens are packed already and cannot be taken back; assisted and "
-                "prompt-lookup decoding take tokens back: generate without them, or keep more tokens in full precision"
+                f"crop({-count}): these tokens have packed others, whose numbers in full precision are gone: make the "
+                f"cache with new_cache(rollback={count}); only the prompt of methods that are fit to it stays packed"
             )
         if not all(layer.sees_its_window(count) for layer in self.compressed):
             raise UsageError(
                 f"crop({-count}): layers with a sliding window have dropped tokens that the next one would see: read "
-                "the text anew, or call activate_past_recording() before the tokens that will be taken back"
+                f"the text anew, or make the cache with new_cache(rollback={count})"
             )
         for layer in self.compressed:
             layer.crop(count)
-        self._drop_at_crop(count)
+        self._crop_others(count)
         left = self.get_seq_length()
         self.rows.pads = [min(pads, left) for pads in self.rows.pads]
         self.rows.prompts = [min(n, left - pads) for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
 
-    def _drop_at_crop(self, removed: int = 0) -> None:
-        """Drop what no later query sees, and what was kept so that it could be taken back. removed: tokens that layers
-        which are not compressed still hold."""
+    def _crop_others(self, count: int) -> None:
+        """Remove the last `count` tokens of layers that are not compressed; 0: only what they recorded of the past."""
         for other in self.others:
-            if removed or getattr(other, "record_past", False):
-                other.crop(-removed)
-        for layer in self.compressed:
-            if layer.keeps_unseen:
-                layer.drop_unseen()
+            if count or getattr(other, "record_past", False):
+                other.crop(-count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,8 +62,6 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
         self._sliding = Sliding.of(plan, sliding_window)
-        #: Whether `release` drops nothing, since tokens will be taken back; `drop_unseen` still does.
-        self.keeps_unseen = False
         self.cross_layer, self._rematerialize = cross_layer if plan.cross_layer else None, rematerialize
         new = DifferenceStream if self.cross_layer else new_stream
         self.streams: tuple[Stream, ...] = tuple(new(stream) for stream in plan.kept)
@@ -91,6 +90,14 @@ class CompressedLayer(CacheLayerMixin):
             tokens = min(tokens, self._sliding.longest)
         for stream in self.streams:
             stream.reserve(tokens)
+
+    @changes_stored_tensors
+    def allow_rollback(self, tokens: int) -> None:
+        """Let `crop` remove the newest `tokens` tokens, of those that come from now on."""
+        for stream in self.streams:
+            stream.allow_rollback(tokens)
+        if self._sliding is not None:
+            self._sliding = replace(self._sliding, rollback=max(tokens, self._sliding.rollback))
 
     # -- a forward pass ------------------------------------------------------------------------------------------
 
@@ -195,7 +202,7 @@ class CompressedLayer(CacheLayerMixin):
         for stream in self.streams:
             if isinstance(stream, DifferenceStream):
                 stream.close()
-        if not self.keeps_unseen and (self.forward is None or self.forward.cache_position is None):
+        if self.forward is None or self.forward.cache_position is None:
             self.drop_unseen()
 
     @property
@@ -292,7 +299,7 @@ class CompressedLayer(CacheLayerMixin):
         for stream in self.streams:
             stream.reset()
         self.columns, self.is_initialized, self.forward, self.tails = 0, False, None, []
-        self.absorbing = self.keeps_unseen = False
+        self.absorbing = False
 
     # -- copies --------------------------------------------------------------------------------------------------
 
@@ -300,12 +307,14 @@ class CompressedLayer(CacheLayerMixin):
         """A copy that shares no tensor of the sequences; `cross_layer` is the sum of the copy's layers."""
         settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer)
         copy = type(self)(self.index, *settings)
-        copy.keeps_unseen = self.keeps_unseen
+        copy._sliding = self._sliding
         for stream, own in zip(copy.streams, self.streams, strict=True):
             stream.reserve_like(own)
         if self.columns:
             snapshots = [stream.snapshot().map(lambda _, tensor: tensor.clone()) for stream in self.streams]
             copy.restore(snapshots, self.columns, self.kv_heads, self.numbers_per_token)
+        for stream, own in zip(copy.streams, self.streams, strict=True):
+            stream.rollback_like(own)
         return copy
 
     @changes_stored_tensors

@@ -73,6 +73,10 @@ class PromptStream(Stream):
                     count = self.window.packed(span.tokens)
                     self._prompt_lengths[span.rows] = [count] * (span.rows.stop - span.rows.start)
 
+    def _final_of(self, span: RowSpan) -> int:
+        # Later blocks are encoded otherwise than those of the prompt.
+        return self.window.packed(span.tokens) if span.past == 0 else super()._final_of(span)
+
     def _pack(self, span: RowSpan, x: Tensor | None, reserve: int) -> None:
         prompt = self._prompts.pop(span.rows.start, None)
         if prompt is not None:

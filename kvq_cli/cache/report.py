@@ -21,7 +21,8 @@ FULL_PRECISION_BITS = 16
 class CacheReport:
     """nominal_bits:  bits of the codes per number, as the papers count them.
     parts:           bytes by part, keys and values of all layers together: packed parts ("codes", "scale", ...),
-                     "sinks" and "recent" (full precision), "unused" (allocated, not yet filled).
+                     "sinks" and "recent" (full precision), "rollback" (packed tokens that are held in full precision,
+                     too), "unused" (allocated, not yet filled).
     constants:       bytes by name of the tensors that all sequences share (codebooks, channel statistics); apart.
     tables:          bytes by name of the tensors that codecs computed from these and hold while they run: no part of
                      the format. A CPU keeps `ranked` and `decoded`, several times as large as the codebooks; a GPU not.
@@ -101,7 +102,7 @@ class CacheReport:
     @property
     def packed_bits(self) -> float:
         """Bits per packed number: codes with their scales, zero-points and outliers, no windows, no unused room."""
-        windows = ("sinks", "recent", "unused")
+        windows = ("sinks", "recent", "rollback", "unused")
         size = sum(count for name, count in self.parts.items() if name not in windows)
         return 8 * size / self.packed_numbers if self.packed_numbers else 0.0
 

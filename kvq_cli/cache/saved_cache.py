@@ -124,6 +124,8 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
     tensors = {_IDS: prompt.ids.to("cpu", torch.int64).contiguous()}
     if prompt.text:
         tensors[_TEXT] = torch.frombuffer(bytearray(prompt.text.encode()), dtype=torch.uint8)
+    if cache.rollback and any(layer.sliding_window for layer in cache.compressed):
+        cache = cache.clone()  # what may be seen after a rollback stays in the cache, and is left out of the file
     for layer in cache.compressed:
         layer.drop_unseen(all_of_them=True)
     tensors |= _tensors(cache)

@@ -38,13 +38,13 @@ class CachePosition(Shared):
         """The place behind the first `dropped` tokens of every row."""
         return CachePosition(self.past - dropped)
 
-    def ring_place(self, window: Window) -> Tensor:
-        """The token's place in the ring, `[1]`."""
-        return self.kept(("ring", window), lambda: (self.past - window.sinks) % window.ring)
+    def ring_place(self, window: Window, size: int) -> Tensor:
+        """The token's place in a ring of `size` tokens, `[1]`."""
+        return self.kept(("ring", window, size), lambda: (self.past - window.sinks) % size)
 
-    def flush_places(self, window: Window) -> Tensor:
+    def flush_places(self, window: Window, size: int) -> Tensor:
         """Places in the ring of the tokens that are packed with it, `[flush]`."""
-        return self.kept(("flush", window), lambda: (self._first(window) + self._counted(window.flush)) % window.ring)
+        return self.kept(("flush", window, size), lambda: (self._first(window) + self._counted(window.flush)) % size)
 
     def entries(self, window: Window, unit: int, count: int) -> Tensor:
         """Places in the store of the `count` entries of `unit` tokens that these become, `[count]`."""

@@ -19,13 +19,14 @@ class Sliding:
     behind all sinks and a whole number of flushes behind those of each stream. No later query sees them. They are
     dropped `least` at a time, so that moving those behind them to the front costs little for each token.
 
-    windows: of the streams.
+    windows: of the streams. rollback: newest tokens that may be removed again: what queries before them see is kept.
     """
 
     window: int
     windows: tuple[Window, ...]
     first: int
     unit: int
+    rollback: int = 0
 
     @classmethod
     def of(cls, plan: LayerPlan, window: int | None) -> Sliding | None:
@@ -61,7 +62,7 @@ class Sliding:
 
     def dropped(self, lengths: Sequence[int], before: int = 0) -> int:
         """How many tokens are dropped of rows of `lengths` tokens, of which `before` tokens are dropped already."""
-        start = self.start(min(lengths))
+        start = self.start(max(0, min(lengths) - self.rollback))
         return start if start - before >= self.least else before
 
     def room(self, window: Window) -> int:
@@ -72,7 +73,7 @@ class Sliding:
     @property
     def _kept(self) -> int:
         """Most tokens of a row behind the last cut, which cannot be dropped."""
-        return max(self.window, *(each.recent + each.flush for each in self.windows))
+        return max(self.window, *(each.recent + each.flush for each in self.windows)) + self.rollback
 
 
 def _stores_prompt_apart(plan: StreamPlan) -> bool:

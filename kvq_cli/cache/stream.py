@@ -68,12 +68,14 @@ class Stream:
     [0, sinks) are in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`, token i at
     (i - sinks) % ring_size. `PromptStream` is for codecs that are fit to the prompt.
 
+    After `allow_rollback(k)` the ring still holds the tokens that the newest k tokens packed: `crop` can unpack them.
+
     A stream that `dropped` tokens of every row counts all others from 0 on, as if they were all, and has no sinks.
     """
 
     def __init__(self, plan: StreamPlan) -> None:
         self.plan, self.codec, self.ring_size = plan, plan.codec, plan.window.ring
-        self._room = 0
+        self._room = self.rollback = 0
         self.reset()
 
     def reserve(self, tokens: int) -> None:
@@ -84,10 +86,31 @@ class Stream:
         """Make as much room as was reserved in another stream of this plan."""
         self._room = self.store.room = other._room
 
+    def allow_rollback(self, tokens: int) -> None:
+        """Hold what `crop` needs to remove the newest `tokens` tokens, of those that come from now on."""
+        if self.keeps_numbers or tokens <= self.rollback:
+            return
+        self.rollback, flush = tokens, self.window.flush
+        size = self.window.ring + -(-tokens // flush) * flush
+        if self.lengths:
+            ring = self.ring.new_zeros(*self.ring.shape[:2], size, self.ring.shape[3])
+            for row, (final, length) in enumerate(zip(self._final, self.lengths, strict=True)):
+                held = self._tokens_behind(final, length)
+                ring[row].index_copy_(1, held % size, self.ring[row].index_select(1, held % self.ring_size))
+            self.ring = ring
+        self.ring_size = size
+
+    def rollback_like(self, other: Stream) -> None:
+        """Hold in full precision what another stream of this plan and these tokens does."""
+        self.rollback, self.ring_size, self._final = other.rollback, other.ring_size, list(other._final)
+        self.ring = other.ring.clone()
+
     def reset(self) -> None:
         """Forget all rows and free their memory."""
         self._behind(0)
         self.lengths: list[int] = []
+        #: Packed tokens of each row that stay packed: the ring holds the numbers of later ones.
+        self._final: list[int] = []
         #: Empty until the first tokens come.
         self.sinks = self.ring = torch.empty(0)
         self.store = PackedStore(self.codec.block_tokens, self._room)
@@ -150,7 +173,12 @@ class Stream:
     def advance(self, spans: tuple[RowSpan, ...]) -> None:
         """Count the tokens of a pass whose numbers are stored already."""
         for span in spans:
+            self._final[span.rows] = [self._final_of(span)] * (span.rows.stop - span.rows.start)
             self.lengths[span.rows] = [span.tokens] * (span.rows.stop - span.rows.start)
+
+    def _final_of(self, span: RowSpan) -> int:
+        """How many packed tokens of the rows of `span` stay packed from its pass on."""
+        return max(self._final[span.rows.start], self.window.packed(span.tokens - self.rollback))
 
     def to_pack(self, span: RowSpan, x: Tensor) -> Tensor | None:
         """The tokens that are packed when `x`, without pads, is added to `span`: the oldest of the ring, then of `x`;
@@ -165,7 +193,7 @@ class Stream:
 
     def _allocate(self, x: Tensor) -> None:
         batch, heads, _, dim = x.shape
-        self.lengths = [0] * batch
+        self.lengths, self._final = [0] * batch, [0] * batch
         self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
         self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
 
@@ -194,7 +222,7 @@ class Stream:
             count = min(tokens, sinks) - past
             self.sinks[span.rows, :, past : past + count] = x[:, :, :count]
         self._put(span, x, reserve, packed)
-        start = max(sinks + self.window.packed(tokens), past)
+        start = max(sinks + self._final_of(span), past)
         for begin, end in self._ring_slices(start, tokens):
             self.ring[span.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
             start += end - begin
@@ -209,9 +237,9 @@ class Stream:
     def _append_at(self, span: RowSpan, x: Tensor, cache_position: CachePosition) -> None:
         """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""
         window = self.window
-        self.ring.index_copy_(2, cache_position.ring_place(window), x)
+        self.ring.index_copy_(2, cache_position.ring_place(window, self.ring_size), x)
         if window.packed(span.tokens) > window.packed(span.past):
-            run = self.ring.index_select(2, cache_position.flush_places(window))
+            run = self.ring.index_select(2, cache_position.flush_places(window, self.ring_size))
             self.store.write_at(partial(cache_position.entries, window), self.coder(span.rows).encode(run))
 
     def _pack(self, span: RowSpan, x: Tensor | None, reserve: int) -> None:
@@ -316,6 +344,7 @@ class Stream:
         self._behind(snapshot.dropped)
         self._allocate(snapshot.sinks)
         self.lengths = list(snapshot.lengths)
+        self._final = [self.window.packed(length) for length in self.lengths]
         self.sinks[:, :, : snapshot.sinks.shape[2]] = snapshot.sinks
         for row, length in enumerate(self.lengths):
             index = self._ring_index(length)
@@ -332,13 +361,22 @@ class Stream:
 
     def _ring_index(self, length: int) -> Tensor:
         """The places in the ring of the recent tokens of a row of `length` tokens."""
-        recent = torch.arange(self.split(length)[1], length, device=self.ring.device)
-        return (recent - self.window.sinks) % self.ring_size
+        return self._tokens_behind(self.window.packed(length), length) % self.ring_size
+
+    def _tokens_behind(self, packed: int, length: int) -> Tensor:
+        """The tokens of a row of `length` tokens behind the sinks and `packed` more, counted from the sinks on."""
+        return torch.arange(packed, max(0, length - self.window.sinks), device=self.ring.device)
 
     @staticmethod
     def _used(store: PackedStore, stored: list[int]) -> Packed | None:
         """The packed tokens of a store whose rows hold so many; None where there are none."""
-        return store.read(slice(0, len(stored)), 0, max(stored)) if any(stored) else None
+        if not any(stored):
+            return None
+        packed = store.read(slice(0, len(stored)), 0, max(stored))
+        for row, count in enumerate(stored):
+            for part in packed.parts.values():  # of tokens that were removed
+                part.tensor[row, :, count // part.unit :] = 0
+        return packed
 
     # -- drop, crop and select -----------------------------------------------------------------------------------
 
@@ -349,24 +387,28 @@ class Stream:
         used = max(self.window.packed(length) for length in self.lengths)
         self.store.drop(packed, used, len(self.lengths), room)
         self.lengths = [length - (dropped - self.dropped) for length in self.lengths]
+        self._final = [max(0, final - packed) for final in self._final]
         self.ring, self.sinks = self.ring.roll(-packed, dims=2), self.sinks[:, :, :0].clone()
         self._behind(dropped)
 
     def crop(self, tokens: int) -> None:
         """Remove each row's last `tokens` tokens; see `croppable`."""
         self.lengths = [max(0, length - tokens) for length in self.lengths]
+        self._final = [min(n, self.window.packed(length)) for n, length in zip(self._final, self.lengths, strict=True)]
 
     def croppable(self, tokens: int) -> bool:
-        """Whether the last `tokens` tokens can be removed: none of them is packed, or all are as they came."""
+        """Whether the last `tokens` tokens can be removed: all that are then recent are in the ring, or packed as they
+        came."""
         return self.keeps_numbers or all(
-            self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths
+            self.window.packed(max(0, length - tokens)) >= final
+            for length, final in zip(self.lengths, self._final, strict=True)
         )
 
     def select(self, index: Tensor) -> None:
         """Keep the rows `index` (int64), in that order."""
         if not self.lengths:
             return
-        self.lengths = [self.lengths[i] for i in index.tolist()]
+        self.lengths, self._final = ([numbers[i] for i in index.tolist()] for numbers in (self.lengths, self._final))
         index = index.to(self.ring.device)
         self.sinks, self.ring = self.sinks.index_select(0, index), self.ring.index_select(0, index)
         self.store.select(index)
@@ -374,7 +416,8 @@ class Stream:
     # -- bytes ---------------------------------------------------------------------------------------------------
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of the tensors held: the packed parts, "sinks", "recent", "unused" (allocated for later tokens)."""
+        """Bytes of the tensors held: the packed parts, "sinks", "recent", "rollback" (packed tokens in full precision,
+        too), "unused" (allocated for later tokens)."""
         if not self.lengths:
             return {}
         parts = self._packed_bytes()
@@ -383,6 +426,8 @@ class Stream:
         sinks = sum(min(length, self.window.sinks) for length in self.lengths)
         parts["sinks"] = token * sinks
         parts["recent"] = token * (sum(self.lengths) - sinks - self.packed_tokens)
+        if self.rollback:
+            parts["rollback"] = token * (self.packed_tokens - sum(self._final))
         parts["unused"] = allocated - sum(parts.values())
         return parts
 

@@ -49,6 +49,15 @@ TopK = Annotated[
     _decoding("--top-k", min=0, help="Sample from this many likeliest tokens; 0: all (default: the model's, or 0)."),
 ]
 Beams = Annotated[int, _decoding("--num-beams", min=1, help="Number of beams; above 1: beam search.")]
+PromptLookup = Annotated[
+    int | None,
+    _decoding(
+        "--prompt-lookup",
+        min=1,
+        help="Draft up to this many tokens from what followed the last ones before, and check them in one pass: the "
+        "same tokens, in fewer passes where the answer repeats the prompt.",
+    ),
+]
 Chunk = Annotated[
     int | None,
     _decoding(
@@ -110,11 +119,11 @@ class DecodingOptions:
     prefill_chunk: Chunk = None
     when_full: Annotated[WhenFull, _generates] = "stop"
 
-    def decoding(self, seed: int, num_beams: int = 1) -> Decoding:
+    def decoding(self, seed: int, num_beams: int = 1, prompt_lookup: int | None = None) -> Decoding:
         """Decoding parameters; UsageError for flags that contradict each other."""
         sampling = self.temperature, self.top_p, self.top_k
         drops = self.when_full == "drop-oldest"
-        return Decoding(self.max_new_tokens, *sampling, num_beams, self.prefill_chunk, seed, drops)
+        return Decoding(self.max_new_tokens, *sampling, num_beams, self.prefill_chunk, seed, drops, prompt_lookup)
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,7 @@ def generate(
     raw: Raw = False,
     system: System = None,
     num_beams: Annotated[Beams, _generates] = 1,
+    prompt_lookup: Annotated[PromptLookup, _generates] = None,
     prefill: opt.Prefill = "exact",
     save_cache: SaveCache = None,
     load_cache: LoadCache = None,
@@ -146,7 +156,7 @@ def generate(
     if raw and system is not None:
         raise UsageError("--raw with --system: plain text has no system message; use one of them")
     text = _read_prompt(prompt, file)
-    parameters = decoding.decoding(model_options.seed, num_beams)
+    parameters = decoding.decoding(model_options.seed, num_beams, prompt_lookup)
     check_files(save_cache, load_cache)
     if system is not None and load_cache is not None:
         raise UsageError("--system with --load-cache: the system message is saved with the document, by --save-cache")

@@ -44,6 +44,7 @@ class Decoding:
     prefill_chunk: int | None = None
     seed: int = 0
     drop_oldest: bool = False
+    prompt_lookup: int | None = None
 
     def __post_init__(self) -> None:
         if self.temperature == float("inf"):
@@ -57,6 +58,9 @@ class Decoding:
             raise UsageError("--num-beams (beam search) with --temperature (sampling): use one of them")
         if self.num_beams > 1 and self.drop_oldest:
             raise UsageError("--num-beams (beam search) with --when-full drop-oldest: use one of them")
+        other = "--num-beams" if self.num_beams > 1 else "--prefill-chunk" if self.prefill_chunk is not None else None
+        if self.prompt_lookup is not None and other is not None:
+            raise UsageError(f"--prompt-lookup with {other}: transformers does not combine them; use one of them")
 
     def too_cold(self) -> UsageError:
         """The error of a temperature by which logits cannot be divided."""
@@ -78,6 +82,8 @@ class Decoding:
             arguments["num_beams"] = self.num_beams
         if self.prefill_chunk is not None:
             arguments["prefill_chunk_size"] = self.prefill_chunk
+        if self.prompt_lookup is not None:
+            arguments["prompt_lookup_num_tokens"] = self.prompt_lookup
         return arguments
 
 
@@ -168,7 +174,7 @@ class TextGenerator:
 
     def new_cache(self, prompt_tokens: int) -> CompressedCache:
         """An empty cache with room for an answer to a prompt of so many tokens."""
-        tokens = prompt_tokens + self.decoding.max_new_tokens
+        tokens = prompt_tokens + self.decoding.max_new_tokens + (self.decoding.prompt_lookup or 0)
         return self.attached.new_cache(min(tokens, self.loaded.context))
 
     def _newest(self, ids: list[int], first: int) -> list[int]:

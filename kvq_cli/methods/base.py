@@ -221,14 +221,15 @@ class Method(ABC):
         of the packed cache of a text as long as the model's context, in nominal bits of the tokens that queries see.
         UsageError where `local=16bit` leaves no layer to compress.
         """
-        if self.local == "16bit" and shape.windows and None not in shape.windows:
+        if self.local == "16bit" and all(shape.window(layer) is not None for layer in shape.cached_layers):
             raise UsageError(f"{self.name}: local=16bit compresses no layer, all have a window: set local=packed")
         if self.local != "auto":
             return self.local == "16bit"
         if max((window or 0 for window in shape.windows), default=0) > MAX_LOCAL_WINDOW:
             return False
-        seen = [min(window or shape.context, shape.context) for window in shape.windows]
-        local = sum(tokens for tokens, window in zip(seen, shape.windows, strict=True) if window is not None)
+        windows = [shape.window(layer) for layer in shape.cached_layers]
+        seen = [min(window or shape.context, shape.context) for window in windows]
+        local = sum(tokens for tokens, window in zip(seen, windows, strict=True) if window is not None)
         return 0 < local * (16 - self.nominal_bits) < MIN_LOCAL_SAVING * sum(seen) * self.nominal_bits
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:

@@ -74,7 +74,7 @@ class PagedStream(Stream):
 
     def open(self, tokens: int, table: BlockTable, exact_table: BlockTable | None) -> None:
         """Continue the sequence of `tokens` tokens with these pages."""
-        self.lengths, self._table = [tokens], table
+        self.lengths, self._final, self._table = [tokens], [self.window.packed(tokens)], table
         if exact_table is not None:
             self._exact_table = exact_table
 

@@ -113,6 +113,19 @@ def test_store_growth_discards_graphs(small, monkeypatch):
     assert len(RecordedGraph.made) == 2
 
 
+@pytest.mark.slow
+def test_replayed_steps_of_a_cache_with_a_rollback(small):
+    """Tokens are taken back, some of which have packed others; the larger ring discards graphs once."""
+
+    def between(at, cache) -> None:
+        if at == PROMPT + 2:
+            cache.allow_rollback(5)
+        if at == PROMPT + 8:
+            cache.crop(-5)
+
+    same(small(), build("kivi", group=4, **WINDOWS), tokens(1), 3, between=between)
+
+
 @pytest.mark.parametrize("name", ["fp16", *slow("kivi")])
 def test_dropped_tokens_discard_graphs(tiny, name):
     """Of a layer with a sliding window; the other one keeps all tokens."""

@@ -136,26 +136,31 @@ def test_crop_to_what_windows_still_hold(tiny, prompt):
         close(model(ids, past_key_values=cache).logits, own)
 
 
-def test_tokens_can_be_taken_back_once_that_was_announced(tiny, prompt):
+@pytest.mark.parametrize("windows", [None, (Window(3, 2, 4), Window(1, 0, 2))])
+def test_tokens_within_the_rollback_can_be_taken_back(tiny, probe, prompt, tmp_path, windows):
+    """Also in a copy, and after the cache was saved, which leaves out of the file what no query sees now."""
     model, (ids, mask) = tiny("mistral", sliding_window=16), prompt(120)
     own = model(ids).logits
-    with attach(model, build("fp16")) as kv:
-        cache = kv.new_cache()
-        logits(model, ids[:, :50], mask, cache, [50])
-        dropped = cache.layers[0].dropped
-        assert dropped > 0
-        cache.activate_past_recording()
-        logits(model, ids, mask, cache, [100])
-        assert cache.layers[0].dropped == dropped
-        cache.crop(-45)
-        close(model(ids[:, 55:100], past_key_values=cache).logits, own[:, 55:100])
-        cache.crop(0)
-        assert cache.layers[0].dropped > 70
-        copy = cache.clone()
-        close(model(ids[:, 100:], past_key_values=copy).logits, own[:, 100:])
-        cache.reset()
-        assert cache.layers[0].dropped == 0
-        close(model(ids, past_key_values=cache).logits, own)
+    method = probe(codec="identity", window=windows[0], value_window=windows[1]) if windows else build("fp16")
+    with attach(model, method) as kv:
+        cache = kv.new_cache(rollback=45)
+        for _ in range(2):
+            logits(model, ids, mask, cache, [50, 51, 100])
+            assert 20 < cache.layers[0].dropped <= 55 + 1 - 16
+            with pytest.raises(UsageError, match=r"new_cache\(rollback=60\)"):
+                cache.crop(-60)
+            if windows is None:
+                cache.save(tmp_path / "cache", ids[:, :100])
+                loaded = kv.load_cache(tmp_path / "cache")
+                assert loaded.layers[0].dropped > cache.layers[0].dropped
+                close(model(ids[:, 100:], past_key_values=loaded).logits, own[:, 100:])
+            for held in (cache.clone(), cache):
+                held.crop(-45)
+                close(model(ids[:, 55:100], past_key_values=held).logits, own[:, 55:100])
+                close(logits(model, ids, mask, held, range(101, 121)), own[:, 100:])
+                assert held.layers[0].dropped > 50
+            cache.reset()
+            assert cache.layers[0].dropped == 0
 
 
 @pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 5}, {"num_beams": 3}, {}])

@@ -172,16 +172,32 @@ def test_first_segment_has_the_size_of_the_prompt(codecs, name):
         assert part.tensor.untyped_storage().nbytes() == part.tensor.numel() * part.tensor.element_size()
 
 
-@given(tokens=st.integers(1, 80), remove=st.integers(1, 80), window=windows)
-def test_crop_undoes_append_or_is_refused(codecs, tokens, remove, window):
-    remove, x = min(remove, tokens), numbers(1, 80 + 30)
-    stream = one_shot(make(codecs, "temporal", *window), x[:, :, :tokens])
+@given(
+    ends=st.lists(st.integers(1, 80), min_size=1, max_size=5, unique=True).map(sorted),
+    allowed=st.integers(0, 4),
+    rollback=st.integers(0, 40),
+    remove=st.integers(1, 80),
+    window=windows,
+)
+def test_crop_undoes_append_or_is_refused(codecs, ends, allowed, rollback, remove, window):
+    """In passes up to `ends`, of which `allowed` come before the rollback is allowed."""
+    tokens, x, stream, rows, past = ends[-1], numbers(1, 80 + 30), make(codecs, "temporal", *window), Rows(), 0
+    remove, packed, final = min(remove, tokens), stream.window.packed, 0
+    for number, end in enumerate(ends):
+        if number == allowed:
+            final = packed(past)
+            stream.allow_rollback(rollback)
+        append(stream, rows, x[:, :, past:end], past)
+        past = end
     left = tokens - remove
-    assert stream.croppable(remove) == (stream.window.packed(left) == stream.window.packed(tokens))
+    kept = rollback if allowed < len(ends) else 0
+    assert stream.croppable(remove) == (packed(left) >= max(final, packed(tokens - kept)))
+    size = HEADS * DIM * 2 * (stream.ring.shape[2] + stream.sinks.shape[2]) + stream.store.nbytes
+    assert sum(stream.bytes_by_part().values()) == size and min(stream.bytes_by_part().values()) >= 0
     if stream.croppable(remove):
         stream.crop(remove)
-        rows = Rows()
-        rows.begin(0, left or 1, 1)
+        if left:
+            assert_same(state(stream, 0), state(one_shot(make(codecs, "temporal", *window), x[:, :, :left]), 0))
         append(stream, rows, x[:, :, left : left + 30], left)
         fresh = one_shot(make(codecs, "temporal", *window), x[:, :, : left + 30])
         assert_same(state(stream, 0), state(fresh, 0))

@@ -145,6 +145,13 @@ def test_beam_search_and_chunked_prefill(generate):
     assert beams["new_tokens"] > 0 and beams["tokens_per_second"] is None
 
 
+def test_prompt_lookup_gives_the_same_text(generate):
+    exact = ["--method", "kivi", "--bits", 2, "--set", "group=16", "--set", "residual=16", "--dtype", "float32"]
+    text = f"{PROMPT} 1850.{PROMPT} 1850.{PROMPT}"
+    plain, drafted = generate(text, *exact), generate(text, *exact, "--prompt-lookup", 4)
+    assert drafted["text"] == plain["text"] and drafted["cache"]["parts"]["rollback"] > 0
+
+
 def test_long_prompt_is_cached_in_fewer_bytes(generate):
     found = generate(PROMPT * 40, "--method", "kivi", "--bits", 2, "--prefill", "compressed")
     cache = found["cache"]
@@ -164,6 +171,7 @@ def test_long_prompt_is_cached_in_fewer_bytes(generate):
         (["--file", "."], 1, "--file .: Is a directory"),
         (["x", "--top-p", "0.5"], 2, "add --temperature"),
         (["x", "--num-beams", "2", "--temperature", "1"], 2, "use one of them"),
+        (["x", "--prompt-lookup", "3", "--num-beams", "2"], 2, "--prompt-lookup with --num-beams"),
         (["x", "--temperature", "inf"], 2, "--temperature inf"),
         (["x", "--seed", 2**32], 2, "--seed"),
         (["\udcff\udcfe"], 2, "the prompt is not UTF-8 text"),  # bytes on the command line, as Python hands them on

@@ -19,7 +19,7 @@ RULED = {
     "calibrate": f"{SHARED} out dataset samples seqlen gradients points iterations kmeans damping captured resume "
     "force disk workers ray seed",
     "tune": "kl set_ trust_remote_code accept_license",
-    "generate": f"{DECODING} num_beams",
+    "generate": f"{DECODING} num_beams prompt_lookup",
     "chat": DECODING,
     "serve": SHARED,
     "eval": f"{SHARED} context limit dataset seqlen prompt_tokens windows haystack qa_file templates chat_template "
@@ -94,7 +94,8 @@ def _notes(line):
         ("generate x --save-cache f -n 3 --temperature 0.5 --top-k 4 --top-p 0.5 --seed 1",
          ["--max-new-tokens", "--temperature", "--top-k", "--top-p",
           "--seed has no effect: --save-cache generates nothing"]),
-        ("generate x --save-cache f --num-beams 2", ["--num-beams has no effect: --save-cache generates nothing"]),
+        ("generate x --save-cache f --num-beams 2 --prompt-lookup 3",
+         ["--num-beams", "--prompt-lookup has no effect: --save-cache generates nothing"]),
         ("chat --method fp16 --prefill compressed", ["--prefill"]),
         ("calibrate --method xquant --dataset prose --damping 0.2", ["--dataset", "--damping"]),
         ("calibrate --method temporalkv --dataset prose --damping 0.2 --out x", []),
