@@ -1,0 +1,13 @@
+"""Prefixes outside of vLLM's cache: full blocks of prompts in a folder that processes and machines share.
+
+    store.py        files of blocks: atomic, checked, least recently used first out
+    writer.py       the thread that writes them
+    records.py      a block of tokens as bytes: klt's codes, or keys and values as they are
+    pages.py        where keys and values lie in vLLM's caches
+    identity.py     what two engines must have in common to share blocks
+    settings.py     the options, from the command line to the connector
+    validity.py     blocks that hold keys and values of a failed load
+    connector.py    `KvqConnector`, vLLM's interface
+
+vllm is imported by connector.py alone.
+"""
