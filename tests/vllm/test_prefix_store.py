@@ -14,6 +14,7 @@ from random_transforms import random_layer, random_transform
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.codecs.transform import same_widths
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import partial_path
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.vllm.layout import cache_layout
@@ -98,6 +99,7 @@ def test_foreign_files_are_misses(store, tmp_path):
         store.path(key(1)).parent.mkdir(parents=True, exist_ok=True)
         store.path(key(1)).write_bytes(data)
         assert store.load(key(1), NBYTES) is None
+    store.path(key(3)).parent.mkdir()
     os.mkfifo(store.path(key(3)))
     assert key(3) not in store and store.load(key(3), NBYTES) is None
 
@@ -176,6 +178,7 @@ def test_processes_write_read_and_evict_in_one_folder(tmp_path):
             found = reader.load(key(number), NBYTES)
             assert found is None or torch.equal(found, block(number))
             hits += found is not None
+        time.sleep(0.01)
     assert [writer.wait() for writer in writers] == [0, 0] and hits
     PrefixStore(folder, "mine", 12 * size).evict()
     assert 0 < stored_bytes(folder) <= 12 * size
@@ -190,7 +193,8 @@ def test_a_killed_writer_leaves_whole_files_and_no_partial_ones(tmp_path):
         writer.wait()
         store = PrefixStore(tmp_path, "mine")
         # As killed in the middle of a file, which happens by chance alone.
-        half = store.path(key(5)).with_name(f".{store.path(key(5)).name}.{os.uname().nodename}.{writer.pid}.partial")
+        half = partial_path(store.path(key(5)))
+        half = half.with_name(half.name.replace(f".{os.getpid()}.", f".{writer.pid}."))
         half.write_bytes(store.path(key(5)).read_bytes()[:100])
         for number in range(20):
             assert torch.equal(store.load(key(number), NBYTES), block(number))

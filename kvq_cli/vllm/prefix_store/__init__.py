@@ -8,6 +8,7 @@
     settings.py     the options, from the command line to the connector
     validity.py     blocks that hold keys and values of a failed load
     connector.py    `KvqConnector`, vLLM's interface
+    stock.py        a server with vLLM's own cache
 
 vllm is imported by connector.py alone.
 """

@@ -157,6 +157,8 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
             self._blocks = _blocks(self._vllm_config, caches, sorted(kv_caches, key=extract_layer_index), self._codes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self._metadata.prompts:
+            return
         assert self._blocks is not None and self._writer is not None
         into, indices, found = [], [], []
         for prompt in self._metadata.prompts:
@@ -176,6 +178,8 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
             self._blocks.write(into, indices, found)
 
     def wait_for_save(self) -> None:
+        if not self._metadata.prompts:
+            return
         assert self._blocks is not None and self._writer is not None
         chosen: dict[bytes, tuple[int, int]] = {}
         prefixes = []

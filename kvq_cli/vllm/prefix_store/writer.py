@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq_cli.errors import reason
 from kvq_cli.vllm.prefix_store.store import PrefixStore
 
-#: Bytes that wait to be written at most; blocks that find no room are not stored.
+#: Blocks are not stored while as many bytes wait to be written.
 MAX_WAITING = 1 << 30
 
 # A name below "vllm" has vLLM's handlers, and its level.
@@ -32,7 +32,7 @@ class Writer:
         self._thread.start()
 
     def wants(self, key: bytes) -> bool:
-        """Whether a block is neither stored nor waiting, and there is room for it to wait."""
+        """Whether a block is neither stored nor waiting, and there is room to wait."""
         with self._changed:
             free = self._nbytes < self._max_waiting and key not in self._waiting
         return free and key not in self._store
