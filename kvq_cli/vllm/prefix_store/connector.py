@@ -258,7 +258,7 @@ def _fingerprints(config: VllmConfig, block_size: int, codes: Artifact | None) -
     model, cache, ranks = config.model_config, config.cache_config, config.parallel_config.tensor_parallel_size
     others = {
         "model": model_identity(model.model, model.revision),
-        "overrides": model.hf_overrides,
+        "config": [model.hf_config_path, model.hf_overrides],
         "quantization": model.quantization,
         "codes": None if codes is None else codes.digest,
         "cache": None,
