@@ -50,7 +50,7 @@ from kvq_cli.vllm.shard import Shard
 class PromptStep:
     """A prompt in a step of the engine.
 
-    blocks:   vLLM's blocks of its first tokens, up to the last that the step computes. keys: hashes of the full ones.
+    blocks:   vLLM's blocks of its first tokens, up to the last that the step computes. keys: hashes of full blocks.
     computed: tokens that are not computed in this step. load, store: which of the full blocks to load before it, and
               to store after it.
     """
@@ -118,7 +118,7 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         computed |= dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
         metadata = StepMetadata()
         for name, tokens in computed.items():
-            if tokens < self._requests[name].num_prompt_tokens:
+            if tokens < self._requests[name].num_prompt_tokens or self._loads.get(name):
                 end = tokens + scheduler_output.num_scheduled_tokens[name]
                 metadata.prompts.append(self._prompt_step(name, tokens, end))
         self._loads.clear()
@@ -134,7 +134,7 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         load = range(done - self._loads.get(name, 0) // self._size, done)
         # Blocks that were in vLLM's cache when the prompt began may have left the store, or be of an answer.
         wanted = range(0 if begins else done, full)
-        keys = [bytes(key) for key in request.block_hashes[:full]]
+        keys = [bytes(key) for key in request.block_hashes[: max(full, done)]]  # a resumed request may load its answer
         store = [index for index in wanted if index not in load and not self._is_stored(keys[index])]
         return PromptStep(list(blocks[: -(-end // self._size)]), keys, computed, load, store)
 
