@@ -6,7 +6,8 @@
     pages.py        where keys and values lie in vLLM's caches
     identity.py     what two engines must have in common to share blocks
     settings.py     the options, from the command line to the connector
-    validity.py     blocks that hold keys and values of a failed load
+    planning.py     which blocks to load and to store: the scheduler's half
+    transfers.py    between vLLM's cache and the files: a worker's half
     connector.py    `KvqConnector`, vLLM's interface
     stock.py        a server with vLLM's own cache
 

@@ -1,8 +1,8 @@
 """`KvqConnector`: vLLM's interface to a prefix store.
 
-The scheduler asks which blocks of a prompt have files, and says in each step which blocks to load and to store. A
-worker loads before the step and stores after it: it packs the blocks where they lie, copies their bytes to the host,
-and a thread writes them. What cannot be loaded is reported, and vLLM computes it.
+The scheduler asks which blocks of a prompt have files, and says in each step which blocks to load and to store
+(`planning.py`). A worker loads before the step and stores after it: it packs the blocks where they lie, copies their
+bytes to the host, and a thread writes them (`transfers.py`). vLLM computes what cannot be loaded.
 """
 
 from __future__ import annotations
@@ -36,30 +36,14 @@ from kvq_cli.vllm import rope
 from kvq_cli.vllm.engine import Engine, moved, plain_defaults
 from kvq_cli.vllm.prefix_store.identity import fingerprint, model_identity
 from kvq_cli.vllm.prefix_store.pages import ExactPages, Sides, kvq_sides, packed_pages, stock_sides
+from kvq_cli.vllm.prefix_store.planning import Planner, PromptStep
 from kvq_cli.vllm.prefix_store.records import ExactBlocks, PackedBlocks, coded_records, exact_records
 from kvq_cli.vllm.prefix_store.settings import StoreSettings
 from kvq_cli.vllm.prefix_store.store import PrefixStore
-from kvq_cli.vllm.prefix_store.validity import Validity
-from kvq_cli.vllm.prefix_store.writer import Writer
+from kvq_cli.vllm.prefix_store.transfers import Transfers
 from kvq_cli.vllm.prepare import check_weights
 from kvq_cli.vllm.served import ServedMethod, cache_dtypes
 from kvq_cli.vllm.shard import Shard
-
-
-@dataclass(frozen=True)
-class PromptStep:
-    """A prompt in a step of the engine.
-
-    blocks:   vLLM's blocks of its first tokens, up to the last that the step computes. keys: hashes of full blocks.
-    computed: tokens that are not computed in this step. load, store: which of the full blocks to load before it, and
-              to store after it.
-    """
-
-    blocks: list[int]
-    keys: list[bytes]
-    computed: int
-    load: range
-    store: list[int]
 
 
 @dataclass
@@ -78,21 +62,18 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         _check(vllm_config, kv_cache_config, self._size)
         settings = StoreSettings.of_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         self._codes = settings.load_codes()
-        folder, ranks = Path(settings.folder), vllm_config.parallel_config.tensor_parallel_size
         marks = _fingerprints(vllm_config, self._size, self._codes)
-        self._stores = [PrefixStore(folder, mark, settings.capacity) for mark in marks]
-        # The scheduler's: requests that run, and the tokens that each loads in the next step.
-        self._requests: dict[str, Any] = {}
-        self._loads: dict[str, int] = {}
-        # A worker's.
-        self._blocks: ExactBlocks | PackedBlocks | None = None
-        self._validity, self._failed = Validity(), set[int]()
-        self._writer: Writer | None = None
+        self._stores = [PrefixStore(Path(settings.folder), mark, settings.capacity) for mark in marks]
+        self._planner = Planner(self._stores, self._size)
+        #: A worker's, once it has caches.
+        self.transfers: Transfers | None = None
         if role == KVConnectorRole.WORKER:
-            self._store = self._stores[get_tensor_model_parallel_rank() if ranks > 1 else 0]
-            self._store.check_writable()
-            self._writer = Writer(self._store)
-            atexit.register(self._writer.close)
+            self._own.check_writable()
+
+    @property
+    def _own(self) -> PrefixStore:
+        """The store of this worker's rank."""
+        return self._stores[get_tensor_model_parallel_rank() if len(self._stores) > 1 else 0]
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -102,48 +83,24 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        first = index = num_computed_tokens // self._size
-        last = (request.num_tokens - 1) // self._size  # vLLM computes at least one token
-        while index < last and self._is_stored(request.block_hashes[index]):
-            index += 1
-        return (index - first) * self._size, False
+        return self._planner.matched(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._requests[request.request_id] = request
-        self._loads[request.request_id] = num_external_tokens
+        self._planner.begin(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         computed = {each.req_id: each.num_computed_tokens for each in new}
         computed |= dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
-        metadata = StepMetadata()
-        for name, tokens in computed.items():
-            if tokens < self._requests[name].num_prompt_tokens or self._loads.get(name):
-                end = tokens + scheduler_output.num_scheduled_tokens[name]
-                metadata.prompts.append(self._prompt_step(name, tokens, end))
-        self._loads.clear()
-        return metadata
+        return StepMetadata(self._planner.steps(computed, scheduler_output.num_scheduled_tokens, self._blocks_of))
 
-    def _prompt_step(self, name: str, computed: int, end: int) -> PromptStep:
-        """computed, end: tokens before and after the step, those that it loads counted as computed."""
-        request, begins = self._requests[name], name in self._loads
+    def _blocks_of(self, name: str) -> Sequence[int]:
         assert self._kv_cache_manager is not None
         (blocks,) = self._kv_cache_manager.get_block_ids(name)
-        full = min(end, request.num_prompt_tokens) // self._size
-        done = computed // self._size
-        load = range(done - self._loads.get(name, 0) // self._size, done)
-        # Blocks that were in vLLM's cache when the prompt began may have left the store, or be of an answer.
-        wanted = range(0 if begins else done, full)
-        keys = [bytes(key) for key in request.block_hashes[: max(full, done)]]  # a resumed request may load its answer
-        store = [index for index in wanted if index not in load and not self._is_stored(keys[index])]
-        return PromptStep(list(blocks[: -(-end // self._size)]), keys, computed, load, store)
-
-    def _is_stored(self, key: bytes) -> bool:
-        """Whether all ranks' parts of a block have files."""
-        return all(bytes(key) in store for store in self._stores)
+        return blocks
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self._requests.pop(request.request_id, None)
+        self._planner.end(request.request_id)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -152,52 +109,23 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
     # A worker's.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        self.shutdown()
+        names = sorted(kv_caches, key=extract_layer_index)
         with plain_defaults():
-            caches = [kv_caches[name] for name in sorted(kv_caches, key=extract_layer_index)]
-            self._blocks = _blocks(self._vllm_config, caches, sorted(kv_caches, key=extract_layer_index), self._codes)
+            blocks = _blocks(self._vllm_config, [kv_caches[name] for name in names], names, self._codes)
+        self.transfers = Transfers(self._own, blocks, self._size)
+        atexit.register(self.shutdown)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if not self._metadata.prompts:
-            return
-        assert self._blocks is not None and self._writer is not None
-        into, indices, found = [], [], []
-        for prompt in self._metadata.prompts:
-            for index in prompt.load:
-                block = self._store.load(prompt.keys[index], self._blocks.nbytes(index))
-                if block is None:  # vLLM computes from here on
-                    lost = prompt.blocks[index : prompt.load.stop]
-                    self._failed.update(lost)
-                    self._validity.fail(lost)
-                    break
-                into.append(prompt.blocks[index])
-                indices.append(index)
-                found.append(block)
-            if prompt.load:
-                self._writer.put(prompt.keys[: prompt.load.stop], {})
-        if found:
-            self._blocks.write(into, indices, found)
+        if self.transfers is not None:
+            self.transfers.load(self._prompts)
 
     def wait_for_save(self) -> None:
-        if not self._metadata.prompts:
-            return
-        assert self._blocks is not None and self._writer is not None
-        chosen: dict[bytes, tuple[int, int]] = {}
-        prefixes = []
-        for prompt in self._metadata.prompts:
-            before = -(-prompt.computed // self._size)
-            right = self._validity.computed(prompt.blocks[:before], prompt.blocks[prompt.computed // self._size :])
-            new = [index for index in prompt.store if right and self._writer.wants(prompt.keys[index])]
-            chosen |= {prompt.keys[index]: (prompt.blocks[index], index) for index in new}
-            prefixes += [prompt.keys] if new else []
-        if chosen:
-            blocks, indices = zip(*chosen.values(), strict=True)
-            stored = dict(zip(chosen, self._blocks.read(blocks, indices), strict=True))
-            for keys in prefixes:
-                self._writer.put(keys, {key: stored.pop(key) for key in keys if key in stored})
+        if self.transfers is not None:
+            self.transfers.store(self._prompts)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed = self._failed, set()
-        return failed
+        return set() if self.transfers is None else self.transfers.take_failed()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers were loaded before the step."""
@@ -207,15 +135,16 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Write what waits."""
-        if self._writer is not None:
-            self._writer.close()
-            atexit.unregister(self._writer.close)
+        if self.transfers is not None:
+            self.transfers.writer.close()
+            self.transfers = None
+            atexit.unregister(self.shutdown)
 
     @property
-    def _metadata(self) -> StepMetadata:
+    def _prompts(self) -> list[PromptStep]:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        return metadata
+        return metadata.prompts
 
 
 def _check(config: VllmConfig, kv_cache_config: Any, block_size: int) -> None:

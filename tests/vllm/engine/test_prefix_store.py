@@ -60,7 +60,7 @@ def flush(engine):
     """Wait for the writer."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    get_kv_transfer_group()._writer.flush()
+    get_kv_transfer_group().transfers.writer.flush()
 
 
 def full_tokens(prompts):
