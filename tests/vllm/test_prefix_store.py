@@ -1,9 +1,7 @@
 """The prefix store without vLLM: files of blocks, the thread that writes them, and blocks as bytes."""
 
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -152,47 +150,48 @@ def test_a_capacity_below_one_block(tmp_path):
         PrefixStore(tmp_path, "mine", capacity=100).save(key(1), block(1))
 
 
-WRITER = """
-import sys, torch
-from pathlib import Path
-from kvq_cli.vllm.prefix_store.store import PrefixStore
-store = PrefixStore(Path(sys.argv[1]), "mine", int(sys.argv[2]) or None)
-for turn in range(int(sys.argv[3])):
-    for number in range(20):
-        generator = torch.Generator().manual_seed(number)
-        store.save(number.to_bytes(32, "big"), torch.randint(256, (1000,), dtype=torch.uint8, generator=generator))
-        print(number, flush=True)
-"""
+def write(folder, capacity, turns, written):
+    store = PrefixStore(folder, "mine", capacity)
+    for _ in range(turns):
+        for number in range(20):
+            store.save(key(number), block(number))
+            written.value += 1
 
 
 def writing(folder, capacity, turns):
-    command = [sys.executable, "-c", WRITER, str(folder), str(capacity), str(turns)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    """A process that writes 20 blocks over and over, and its count of writes."""
+    forking = multiprocessing.get_context("fork")
+    written = forking.Value("q", 0)
+    process = forking.Process(target=write, args=(folder, capacity, turns, written))
+    process.start()
+    return process, written
 
 
 def test_processes_write_read_and_evict_in_one_folder(tmp_path):
     size = stored_size(tmp_path / "one")
     folder = tmp_path / "all"
-    writers = [writing(folder, 12 * size, 15) for _ in range(2)]
+    writers = [writing(folder, 12 * size, 15)[0] for _ in range(2)]
     reader, hits = PrefixStore(folder, "mine"), 0
-    while any(writer.poll() is None for writer in writers):
+    while any(writer.is_alive() for writer in writers):
         for number in range(20):
             found = reader.load(key(number), NBYTES)
             assert found is None or torch.equal(found, block(number))
             hits += found is not None
         time.sleep(0.01)
-    assert [writer.wait() for writer in writers] == [0, 0] and hits
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0] and hits
     PrefixStore(folder, "mine", 12 * size).evict()
     assert 0 < stored_bytes(folder) <= 12 * size
 
 
 def test_a_killed_writer_leaves_whole_files_and_no_partial_ones(tmp_path):
     for _ in range(3):
-        writer = writing(tmp_path, 0, 1000)
-        for _ in range(25):
-            writer.stdout.readline()
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer, written = writing(tmp_path, None, 10**6)
+        while written.value < 25:
+            time.sleep(0.01)
+        writer.kill()
+        writer.join()
         store = PrefixStore(tmp_path, "mine")
         # As killed in the middle of a file, which happens by chance alone.
         half = partial_path(store.path(key(5)))
