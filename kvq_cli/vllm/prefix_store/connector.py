@@ -106,6 +106,10 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return self.request_finished(request, block_ids)
 
+    def reset_cache(self) -> bool:
+        """False, "not reset": files belong to the weights on disk, and other servers may use them."""
+        return False
+
     # A worker's.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
