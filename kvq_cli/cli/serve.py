@@ -18,10 +18,33 @@ from kvq_cli.errors import KvqError, UsageError
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.vllm.command import ServePlan
+    from kvq_cli.vllm.prefix_store.settings import StoreSettings
+    from kvq_cli.vllm.prefix_store.stock import StockPlan
 
 #: Seconds that vLLM has to end after its --shutdown-timeout, before it is killed.
 _TEARDOWN = 15
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the command; start no server.")]
+PrefixStore = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix-store",
+        metavar="DIR",
+        help="Store full blocks of prompts in this folder, which servers share. Without --method, the cache is vLLM's.",
+    ),
+]
+PrefixStoreSize = Annotated[
+    str | None,
+    typer.Option("--prefix-store-size", metavar="SIZE", help="Size of the folder (default: 20GiB)."),
+]
+PrefixStoreArtifact = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix-store-artifact",
+        metavar="DIR|raw",
+        help="klt's artifact, with whose codes blocks are stored (default: of 4 bits, in artifacts/MODEL); raw: as "
+        "they are.",
+    ),
+]
 
 
 def serve(
@@ -30,6 +53,9 @@ def serve(
     bits: opt.Bits = None,
     artifact: opt.ArtifactDir = None,
     set_: opt.Set = None,
+    prefix_store: PrefixStore = None,
+    prefix_store_size: PrefixStoreSize = None,
+    prefix_store_artifact: PrefixStoreArtifact = None,
     dry_run: DryRun = False,
     model: opt.Model = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -63,12 +89,22 @@ def serve(
     flags = list(ctx.args) if missing else parsed_flags(ctx.args)
     flags += ["--trust-remote-code"] if trust_remote_code else []
     compression = opt.CompressionOptions(method, bits, artifact, set_)
-    if compression.is_default:
+    if prefix_store is None and (prefix_store_size or prefix_store_artifact):
+        raise UsageError("--prefix-store-size and --prefix-store-artifact need --prefix-store DIR")
+    if prefix_store_artifact is None and not compression.is_default and method != "fp16":
+        prefix_store_artifact = "raw"  # pages of other methods hold codes already
+    store = _store(prefix_store, prefix_store_size, prefix_store_artifact, model, trust_remote_code, out)
+    plan: ServePlan | StockPlan
+    if store is not None and compression.is_default and bits is None:
+        from kvq_cli.vllm.prefix_store.stock import stock_plan
+
+        plan = stock_plan(store, model, dtype, trust_remote_code, flags)
+    elif compression.is_default and store is None:
         plan = _default_plan(model, bits, dtype, trust_remote_code, flags, out)
     else:
         options = _options(method, artifact, set_)
         attachable = resolve(model, method, bits, artifact, options, trust_remote_code=trust_remote_code)
-        plan = prepare(attachable, model, dtype, trust_remote_code, flags)
+        plan = prepare(attachable, model, dtype, trust_remote_code, flags, store)
     arguments = plan.arguments()
     if not missing:
         check_arguments(arguments)
@@ -77,8 +113,10 @@ def serve(
         out.note(f"vLLM's flags are not checked: {missing}")
     if _is_open(flags):
         out.note("vLLM listens on all interfaces, without a key: give --host 127.0.0.1, or a key in VLLM_API_KEY")
-    print(shlex.join(["vllm", *masked(arguments)]))
+    seed = {} if store is None else {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    print(shlex.join([*(f"{name}={value}" for name, value in seed.items()), "vllm", *masked(arguments)]))
     if not dry_run:
+        os.environ.update(seed)
         from kvq_cli.vllm.supervise import supervise
 
         sys.stdout.flush()
@@ -109,6 +147,41 @@ def _default_plan(
     for note in (*notes, method_line(plan.served.method, attachable, reason)):
         out.note(note)
     return plan
+
+
+def _store(
+    folder: str | None, size: str | None, artifact: str | None, model: str, trust_remote_code: bool, out: Output
+) -> StoreSettings | None:
+    """The store of prefixes; None: there is none. Raises UsageError, KvqError for an artifact that is missing, damaged
+    or another model's."""
+    if folder is None:
+        return None
+    from kvq_cli.models import model_config, model_source
+    from kvq_cli.vllm.prefix_store.settings import DEFAULT_BITS, DEFAULT_SIZE, StoreSettings
+    from kvq_cli.vllm.prepare import belongs_to, check_weights
+
+    if artifact is None:
+        from kvq_cli.cli.best_artifact import PREFERRED, best_artifact
+
+        def fits(own: Artifact) -> bool:
+            return belongs_to(own, model, trust_remote_code)
+
+        found, notes = best_artifact(model, DEFAULT_BITS, fits, PREFERRED)
+        for note in notes:
+            out.note(note)
+        if found is None:
+            raise UsageError(
+                f"--prefix-store: no {DEFAULT_BITS}-bit artifact of klt for {model}; make one with `kvq calibrate "
+                f"--model {model} --method klt --bits {DEFAULT_BITS}`, or give --prefix-store-artifact DIR, or raw"
+            )
+        artifact = str(found.path)
+    settings = StoreSettings(folder, artifact, size or DEFAULT_SIZE)
+    _ = settings.capacity  # refuses a size that is none
+    if (codes := settings.load_codes()) is not None:
+        config = model_config(model, trust_remote_code)
+        codes.check_config(config, model)
+        check_weights(codes, config, model_source(model), model, trust_remote_code)
+    return settings
 
 
 def _missing_vllm(dry_run: bool) -> KvqError | None:

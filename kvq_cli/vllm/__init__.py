@@ -13,7 +13,8 @@
     checks.py        reasons to refuse            plugin.py  registration
     command.py       vLLM's arguments             supervise.py  a server that may die
     flags.py         vLLM's command line          parse.py  vLLM's own parser
+    prefix_store/    blocks of prompts in a folder, for vLLM's own cache too
 
 vllm itself is imported by backend.py, engine.py, exact_blocks.py and, inside functions, by parse.py, plugin.py and
-rope.py.
+rope.py; and by prefix_store/connector.py.
 """

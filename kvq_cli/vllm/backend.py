@@ -86,10 +86,6 @@ class KvqBackend(AttentionBackend):
         return kv_cache_dtype in cache_dtypes()
 
     @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """One state of `page_bytes` bytes for a block; nothing is known of heads and tokens in it."""
         engine = Engine.current

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import PromptCodec
@@ -53,7 +53,7 @@ REFUSED_FLAGS = {
     "--decode-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--prefill-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
-    "--kv-transfer-config": ("blocks of exact tokens cannot be transferred", ()),
+    "--kv-transfer-config": ("blocks of exact tokens cannot be transferred; for prefixes, see --prefix-store", ()),
     "--kv-offloading-size": ("blocks of exact tokens cannot be transferred", ()),
     "--kv-cache-dtype-skip-layers": ("the method says how each layer is stored", ()),
     "--enable-sleep-mode": ("sleep level 2 discards the memory in which codebooks and rotations lie", ()),
@@ -68,12 +68,8 @@ def check_flags(flags: Sequence[str], artifact: bool = False) -> None:
 
     artifact: whether the method has one, which belongs to one model.
     """
-    for i, word in enumerate(flags):
-        # vLLM sets single fields with a dot: -sc.method=ngram.
-        name, (_, equals, value) = flag_name(word.partition("=")[0].partition(".")[0]), word.partition("=")
-        value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
-        if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
-            raise UsageError(f"{name} is not supported by kvq: {REFUSED_FLAGS[name][0]}; remove it")
+    refuse_flags(flags, REFUSED_FLAGS)
+    for name, value in _given(flags):
         if artifact and name in OTHER_MODEL:
             raise UsageError(
                 f"{name}: kvq compares the artifact with the model without it; give --model the folder of the model "
@@ -81,3 +77,18 @@ def check_flags(flags: Sequence[str], artifact: bool = False) -> None:
             )
         if name in ("--kv-cache-dtype", "--attention-backend"):
             raise UsageError(f"{name} {value}: kvq serve sets it; choose a method with --method and --bits")
+
+
+def refuse_flags(flags: Sequence[str], refused: Mapping[str, tuple[str, tuple[str, ...]]], who: str = "kvq") -> None:
+    """Raise UsageError for flags that `who` does not support. refused: as `REFUSED_FLAGS`."""
+    for name, value in _given(flags):
+        if name in refused and value not in refused[name][1]:
+            raise UsageError(f"{name} is not supported by {who}: {refused[name][0]}; remove it")
+
+
+def _given(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, value) of each word."""
+    for i, word in enumerate(flags):
+        # vLLM sets single fields with a dot: -sc.method=ngram.
+        name, (_, equals, value) = flag_name(word.partition("=")[0].partition(".")[0]), word.partition("=")
+        yield name, value if equals else next(iter(flags[i + 1 : i + 2]), "")

@@ -13,6 +13,7 @@ from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.checks import check_model, check_plans
 from kvq_cli.vllm.flags import flag_value, without
 from kvq_cli.vllm.layout import CacheLayout, cache_layout, token_bytes
+from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 from kvq_cli.vllm.served import CACHE_DTYPE, KEY, ServedMethod
 from kvq_cli.vllm.shard import Shard
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ServePlan:
     """A server that can be started. shape, layout: of one of the tensor-parallel `ranks`. source: the model's folder or
-    Hub id. shutdown_timeout: seconds that requests in flight have when it is asked to end. flags: vLLM's own."""
+    Hub id. shutdown_timeout: seconds that requests in flight have when it is asked to end. flags: vLLM's own.
+    store: of prefixes."""
 
     served: ServedMethod
     shape: ModelShape
@@ -33,6 +35,7 @@ class ServePlan:
     name: str
     shutdown_timeout: int
     flags: tuple[str, ...]
+    store: StoreSettings | None = None
 
     def arguments(self) -> list[str]:
         """The arguments of `vllm`."""
@@ -43,6 +46,7 @@ class ServePlan:
         if flag_value(self.flags, "--served-model-name") is None:
             words += ["--served-model-name", self.name]
         config = {**self._additional(), **self.served.additional_config()}
+        words += [] if self.store is None else self.store.flags()
         return [*words, "--additional-config", json.dumps(config), *without(self.flags, _OWN)]
 
     def _additional(self) -> dict[str, Any]:
@@ -67,6 +71,8 @@ class ServePlan:
                 f"; in full precision: {exact.sinks} first and up to {exact.recent} newest tokens, {exact.block_size} "
                 f"to a block, up to {exact.blocks} blocks a sequence"
             )
+        if self.store is not None:
+            text += f"; {self.store.summary()}"
         return text
 
 
@@ -84,24 +90,45 @@ _SHUTDOWN_TIMEOUT = 30
 
 
 def serve_plan(
-    served: ServedMethod, config: PretrainedConfig, shape: ModelShape, source: str, name: str, flags: Sequence[str]
+    served: ServedMethod,
+    config: PretrainedConfig,
+    shape: ModelShape,
+    source: str,
+    name: str,
+    flags: Sequence[str],
+    store: StoreSettings | None = None,
 ) -> ServePlan:
     """Check that the method can be served with this model and these flags, of which `check_flags` refuses none. Raises
     UsageError with the reason."""
     check_model(config, name)
-    ranks = _whole_number(flags, "--tensor-parallel-size") or 1
+    ranks = whole_number(flags, "--tensor-parallel-size") or 1
     plans, of_rank = served.plans_of_ranks(shape, ranks), Shard(0, ranks).shape(shape)
     check_plans(served.method, plans)
     additional = flag_value(flags, "--additional-config")
     if additional is not None:
         _check_additional(additional)
-    layout = cache_layout(plans, of_rank, _whole_number(flags, "--block-size")).of_rank(0, shape.layers)
-    timeout = _whole_number(flags, "--shutdown-timeout", least=0)
-    timeout = _SHUTDOWN_TIMEOUT if timeout is None else timeout
-    return ServePlan(served, of_rank, ranks, layout, source, name, timeout, tuple(flags))
+    layout = cache_layout(plans, of_rank, whole_number(flags, "--block-size")).of_rank(0, shape.layers)
+    if store is not None:
+        if layout.exact is not None:
+            raise UsageError(
+                f"--prefix-store: method {served.method.name} keeps tokens in full precision in blocks of their own, "
+                "which are not stored; use it without a method, with vLLM's own cache, or with fp16 or turboquant"
+            )
+        if served.method.name != "fp16" and store.artifact != RAW:
+            raise UsageError(
+                f"--prefix-store-artifact {store.artifact}: pages of method {served.method.name} hold codes already; "
+                "give raw"
+            )
+    return ServePlan(served, of_rank, ranks, layout, source, name, shutdown_timeout(flags), tuple(flags), store)
 
 
-def _whole_number(flags: Sequence[str], name: str, least: int = 1) -> int | None:
+def shutdown_timeout(flags: Sequence[str]) -> int:
+    """Seconds that requests in flight have."""
+    timeout = whole_number(flags, "--shutdown-timeout", least=0)
+    return _SHUTDOWN_TIMEOUT if timeout is None else timeout
+
+
+def whole_number(flags: Sequence[str], name: str, least: int = 1) -> int | None:
     """The value of a flag; None: it is not given. Raises UsageError unless it is a whole number of at least `least`."""
     text = flag_value(flags, name)
     if text is not None and not (text.isdecimal() and int(text) >= least):

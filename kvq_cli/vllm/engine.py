@@ -21,6 +21,7 @@ from kvq_cli.vllm import rope
 from kvq_cli.vllm.checks import check_flags, check_model, check_plans
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
 from kvq_cli.vllm.paged_layer import PagedLayer
+from kvq_cli.vllm.prefix_store.settings import CONNECTOR
 from kvq_cli.vllm.prepare import check_weights
 from kvq_cli.vllm.served import ServedMethod
 from kvq_cli.vllm.shard import Shard
@@ -52,22 +53,22 @@ class Engine:
         if served.artifact is not None:
             served.artifact.check_config(model.hf_config, model.model)
             if shard.rank == 0:  # one rank reads the weights of all heads
-                with _plain_defaults(), torch.device("cpu"):
+                with plain_defaults(), torch.device("cpu"):
                     trusted, revision = model.trust_remote_code, model.revision
                     check_weights(served.artifact, model.hf_config, model.model, model.model, trusted, revision)
         device = torch.empty(0).device  # vLLM makes models on theirs
-        with _plain_defaults(), torch.device("cpu"):
+        with plain_defaults(), torch.device("cpu"):
             plans = served.plans_of_ranks(whole, ranks)
             check_plans(served.method, plans)
             self.rotations = [rope.unrotated(head_dim)] * layers
             if any(plan.keys.source == "pre_rope" for plan in plans):
                 found = rope.layer_rotations(model.hf_config, head_dim)
-                self.rotations = shared(_moved(rotation, device) for rotation in found)
+                self.rotations = shared(moved(rotation, device) for rotation in found)
                 rope.check_tables(self.rotations, model.max_model_len)
             # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
             layout = cache_layout(plans, self.shape, config.cache_config.block_size)
             self.layout: CacheLayout = layout.of_rank(shard.rank, layers)
-        with _plain_defaults():
+        with plain_defaults():
             self.plans = plans if device.type == "cpu" and ranks == 1 else served.plans(whole, device, shard)
         self._layers, self._kernels, self.unusual_scores = 0, None, False
         if device.type == "cuda":
@@ -114,25 +115,26 @@ class Engine:
 
 def _check_engine(config: VllmConfig) -> None:
     """Raise UsageError for vLLM's flags that kvq does not support."""
-    parallel = config.parallel_config
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
     given = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
-        "--kv-transfer-config": config.kv_transfer_config is not None,
+        "--kv-transfer-config": transfer is not None and transfer.kv_connector != CONNECTOR,
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,
         "--disable-hybrid-kv-cache-manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
     }
     check_flags([flag for flag, is_given in given.items() if is_given])
 
 
-def _moved(rotation: Rotation, device: torch.device) -> Rotation:
+def moved(rotation: Rotation, device: torch.device) -> Rotation:
+    """The rotation with its frequencies on `device`."""
     return dataclasses.replace(rotation, frequencies=rotation.frequencies.to(device))
 
 
 @contextmanager
-def _plain_defaults() -> Iterator[None]:
+def plain_defaults() -> Iterator[None]:
     """While vLLM makes a model, new tensors have its dtype: codecs compute their tables in float32."""
     dtype: Any = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -18,6 +18,7 @@ from kvq_cli.methods.base import Method
 from kvq_cli.models import configured_shape, model_config, model_source
 from kvq_cli.vllm.checks import check_flags
 from kvq_cli.vllm.command import ServePlan, serve_plan
+from kvq_cli.vllm.prefix_store.settings import StoreSettings
 from kvq_cli.vllm.served import ServedMethod
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    attachable: Method | Artifact, model: str, dtype: str, trust_remote_code: bool, flags: Sequence[str]
+    attachable: Method | Artifact,
+    model: str,
+    dtype: str,
+    trust_remote_code: bool,
+    flags: Sequence[str],
+    store: StoreSettings | None = None,
 ) -> ServePlan:
     """The plan of a server of `model`. Raises UsageError where the method, its artifact, the model or vLLM's flags do
     not fit each other."""
@@ -39,7 +45,7 @@ def prepare(
     if isinstance(attachable, Artifact):
         attachable.check_config(config, model)
         check_weights(attachable, config, source, model, trust_remote_code)
-    return serve_plan(ServedMethod.of(attachable), config, shape, source, model, flags)
+    return serve_plan(ServedMethod.of(attachable), config, shape, source, model, flags, store)
 
 
 def belongs_to(artifact: Artifact, model: str, trust_remote_code: bool) -> bool:
@@ -68,7 +74,7 @@ def check_weights(
 
     revision: of the Hub.
     """
-    weights = dict(_stored_weights(_folder(source, revision)))
+    weights = dict(_stored_weights(weights_folder(source, revision)))
     actual = Fingerprint(**architecture(config), weights=hash_weights(sorted(weights.items())))
     if actual == artifact.fingerprint:
         return
@@ -86,7 +92,7 @@ def check_weights(
     )
 
 
-def _folder(source: str, revision: str | None) -> Path:
+def weights_folder(source: str, revision: str | None) -> Path:
     """The model's folder: `source`, or where the Hub's cache has this revision of it."""
     from huggingface_hub import snapshot_download
 

@@ -57,7 +57,9 @@ def test_prompt_lookup_gives_the_tokens_of_plain_decoding(name, options, prefill
         assert cache.rollback == DRAFTED and cache.get_seq_length() == ids.shape[1] + NEW - 1
 
 
-@pytest.mark.parametrize("method", ["kivi:group=8:residual=16:sinks=3", "zipcache:residual=15", "kivi:group=8:pre_rope=on"])
+@pytest.mark.parametrize(
+    "method", ["kivi:group=8:residual=16:sinks=3", "zipcache:residual=15", "kivi:group=8:pre_rope=on"]
+)
 def test_assistant_model(method):
     """A model whose drafts are partly right."""
     model, assistant, ids = tiny_model(hidden_size=64), tiny_model(hidden_size=64), repetitive(20)

@@ -13,6 +13,7 @@ from kvq_cli.artifact import load_artifact, save_artifact
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.vllm import plugin
+from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 from kvq_cli.vllm.prepare import check_weights
 from kvq_cli.vllm.served import ServedMethod, cache_dtypes, shorthands
 
@@ -283,3 +284,75 @@ def test_another_version_of_vllm_is_left_alone(kvq, folder, monkeypatch, caplog,
     result = kvq(*words, "--dry-run", "--prot", "1")
     assert command(result)[0][-2:] == ["--prot", "1"]
     assert f"vLLM's flags are not checked: {reason}" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def klt(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifact") / "klt"
+    config, tensors = random_parts(build_parsed("klt", bits=4), model)
+    save_artifact(path, config, tensors, "card")
+    return path
+
+
+def stored(result):
+    """The words of the command, and the settings of its prefix store."""
+    assert result.exit_code == 0, result.stderr
+    words = shlex.split(result.stdout)
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_both", "recompute")
+    return words, StoreSettings.of_extra_config(transfer["kv_connector_extra_config"])
+
+
+def test_prefixes_beside_vllms_own_cache(kvq, folder, klt, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    flags = ("--prefix-store", str(tmp_path), "--prefix-store-artifact", str(klt), "--prefix-store-size", "3GiB")
+    words, settings = stored(kvq("serve", "--model", str(folder), *flags, "--dry-run", "--port", "8123"))
+    assert words[:4] == ["PYTHONHASHSEED=0", "vllm", "serve", str(folder)] and words[-2:] == ["--port", "8123"]
+    assert "--kv-cache-dtype" not in words and "--attention-backend" not in words
+    assert words[words.index("--block-size") + 1] == "64"
+    assert settings == StoreSettings(str(tmp_path), str(klt), "3GiB") and settings.capacity == 3 << 30
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    given = kvq("serve", "--model", str(folder), *flags, "--dry-run", "--block-size", "128")
+    words, _ = stored(given)
+    assert words[0] == "PYTHONHASHSEED=7" and words.count("--block-size") == 1 and "128" in words
+
+
+@pytest.mark.parametrize("method", ["fp16", "turboquant"])
+def test_prefixes_beside_kvqs_pages(kvq, folder, klt, tmp_path, method):
+    flags = ("--method", method, "--prefix-store", str(tmp_path), "--dry-run")
+    codes = ("--prefix-store-artifact", str(klt)) if method == "fp16" else ()
+    words, settings = stored(kvq("serve", "--model", str(folder), *flags, *codes))
+    assert settings.artifact == (str(klt) if codes else RAW) and "CUSTOM" in words
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "no 4-bit artifact of klt for"),
+        (("--prefix-store-artifact", "raw", "--method", "kivi"), "keeps tokens in full precision"),
+        (("--prefix-store-artifact", "KLT", "--method", "turboquant"), "hold codes already; give raw"),
+        (("--prefix-store-artifact", "ARTIFACT"), "has codes of klt"),
+        (("--prefix-store-artifact", "KLT", "--block-size", "24"), "packs 16 tokens together"),
+        (("--prefix-store-artifact", "raw", "--prefix-store-size", "3"), "has no unit"),
+        (("--prefix-store-artifact", "raw", "--enable-lora"), "--enable-lora is not supported by the prefix store"),
+        (("--prefix-store-artifact", "raw", "-pp", "2"), "a block's file has all layers"),
+        (("--prefix-store-artifact", "raw", "--kv-cache-dtype", "fp8"), "keys and values of the model's dtype"),
+    ],
+)
+def test_prefix_stores_that_are_refused(kvq, folder, klt, artifact, tmp_path, flags, message):
+    words = [{"KLT": str(klt), "ARTIFACT": str(artifact)}.get(word, word) for word in flags]
+    result = kvq("serve", "--model", str(folder), "--prefix-store", str(tmp_path), "--dry-run", *words)
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+
+
+def test_options_of_a_store_need_its_folder(kvq, folder):
+    result = kvq("serve", "--model", str(folder), "--prefix-store-size", "3GiB", "--dry-run")
+    assert result.exit_code == 2 and "need --prefix-store DIR" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "given", [{"folder": "a"}, {"artifact": "raw"}, {"folder": "a", "artifact": "raw", "sice": "1GiB"}]
+)
+def test_wrong_settings_of_a_store(given):
+    with pytest.raises(UsageError, match="kv_connector_extra_config"):
+        StoreSettings.of_extra_config(given)

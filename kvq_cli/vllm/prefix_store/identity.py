@@ -1,0 +1,53 @@
+"""What two engines must have in common to share blocks, as text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq_cli.vllm.prefix_store.store import FORMAT
+from kvq_cli.vllm.prepare import weights_folder
+
+#: Bytes of each tensor that stand for it: training changes all of them.
+_SAMPLE = 4096
+
+
+def model_identity(source: str, revision: str | None) -> str:
+    """sha256 of a model's configuration and of the start of each weight; its name where they cannot be read here.
+
+    Keys and values depend on all weights, of which an artifact's fingerprint has some. source: its folder or Hub id.
+    """
+    folder = weights_folder(source, revision)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return f"{source}@{revision}"
+    digest = hashlib.sha256()
+    if (config := folder / "config.json").is_file():
+        digest.update(config.read_bytes())
+    for file in files:
+        _add_weights(digest, file)
+    return digest.hexdigest()
+
+
+def _add_weights(digest: Any, path: Path) -> None:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size)
+        digest.update(header)
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        for entry in tensors.values():
+            first, last = entry["data_offsets"]
+            file.seek(8 + size + first)
+            digest.update(file.read(min(last - first, _SAMPLE)))
+
+
+def fingerprint(rank: int, ranks: int, block_size: int, dtype: str, **others: Any) -> str:
+    """The fingerprint of the blocks of one of `ranks`.
+
+    dtype: of the cache. others: the model's identity, how it is loaded, the digest of the codes' artifact, ...
+    """
+    common: Mapping[str, Any] = {"format": FORMAT, "block_size": block_size, "dtype": dtype, **others}
+    return json.dumps({**common, "rank": f"{rank} of {ranks}"}, sort_keys=True, default=str)

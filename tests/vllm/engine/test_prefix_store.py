@@ -1,0 +1,209 @@
+"""`KvqConnector` in vLLM: blocks of prompts that one engine stores and another one loads."""
+
+import itertools
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from random_artifacts import random_parts
+from vllm_engines import generated, running
+
+from kvq_cli.artifact import save_artifact
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.registry import build_parsed
+from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
+from kvq_cli.vllm.served import ServedMethod
+
+SIZE = 32
+#: Prompt lengths of sixteen requests; the last eight begin as the first eight do.
+LENGTHS = (5, 32, 33, 64, 100, 130, 161, 200)
+COUNT = 6
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(7)
+    first = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+    return first + [[*prompt, 7, 8, 9] for prompt in first]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    return generated(model, build_parsed("fp16"), prompts, (COUNT,) * len(prompts))
+
+
+@pytest.fixture
+def engine(folder):
+    """`with engine(store, artifact, method="fp16") as running:` with kvq's pages."""
+
+    def start(store, artifact=RAW, method="fp16", **options):
+        settings = StoreSettings(str(store), str(artifact), options.pop("size", "1GiB"))
+        options = {"max_num_seqs": 16, "kv_transfer_config": settings.transfer_config(), **options}
+        return running(folder, ServedMethod(build_parsed(method, bits=2)), SIZE, **options)
+
+    return start
+
+
+def answers(engine, prompts):
+    """(the tokens of concurrent requests, how many of each prompt's tokens were not computed)."""
+    outputs = engine.tokens(prompts, (COUNT,) * len(prompts))
+    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def flush(engine):
+    """Wait for the writer."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group().transfers.writer.flush()
+
+
+def full_tokens(prompts):
+    """Tokens of each prompt in full blocks, but for the last token, which vLLM computes."""
+    return [(len(prompt) - 1) // SIZE * SIZE for prompt in prompts]
+
+
+def files(folder):
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def test_a_second_engine_loads_what_the_first_stored(engine, prompts, expected, tmp_path, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    with engine(tmp_path) as first:
+        assert answers(first, prompts)[0] == expected
+    stored = files(tmp_path)  # the end of the engine waits for the writer
+    assert len(stored) == sum(len(prompt) // SIZE for prompt in prompts[:8])
+    assert not list(tmp_path.rglob("*.partial"))
+
+    preempted, steps = [], itertools.count(1)
+    preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
+
+    def counting(self, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    def resetting(self, *args, **kwargs):
+        if next(steps) in (4, 7):
+            self.reset_prefix_cache(reset_running_requests=True)
+        return schedule(self, *args, **kwargs)
+
+    with engine(tmp_path, max_num_batched_tokens=48, max_num_seqs=8) as second:  # prompts in chunks
+        tokens, cached = answers(second, prompts)
+        assert tokens == expected and cached == full_tokens(prompts)
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "_preempt_request", counting)
+            patch.setattr(Scheduler, "schedule", resetting)
+            second.llm.reset_prefix_cache()
+            assert answers(second, prompts)[0] == expected and preempted
+        assert files(tmp_path) == stored
+
+        # Damaged, foreign and lost files: computed again, with the same tokens, and stored again.
+        for path, damage in zip(stored[::3], itertools.cycle(("cut", "flip", "swap", "lose")), strict=False):
+            data = path.read_bytes()
+            if damage == "lose":
+                path.unlink()
+            elif damage == "swap":
+                shutil.copy(stored[1], path)
+            else:
+                path.write_bytes(data[:100] if damage == "cut" else data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        second.llm.reset_prefix_cache()
+        tokens, cached = answers(second, prompts)
+        assert tokens == expected and sum(cached) < sum(full_tokens(prompts))
+        assert second.free_blocks == second.all_blocks
+        second.llm.reset_prefix_cache()
+        answers(second, prompts)
+        flush(second)
+        second.llm.reset_prefix_cache()
+        assert answers(second, prompts) == (expected, full_tokens(prompts))
+
+
+def test_codes_of_4_bits_and_eviction(engine, model, prompts, tmp_path):
+    """Answers after a load from codes do not depend on the engine; the folder does not outgrow its size."""
+    artifact, store = tmp_path / "klt", tmp_path / "store"
+    config, tensors = random_parts(build_parsed("klt", bits=4), model)
+    save_artifact(artifact, config, tensors, "card")
+    with engine(store, artifact) as first:
+        answers(first, prompts)
+        flush(first)
+        sizes = sorted({path.stat().st_size for path in files(store)})
+        assert len(sizes) == 2 and sizes[1] > 7 * sizes[0]  # float32: the first block, and 4 bits
+        first.llm.reset_prefix_cache()
+        tokens, cached = answers(first, prompts)
+        assert cached == full_tokens(prompts)
+    capacity = sum(path.stat().st_size for path in files(store)) * 5 // 4
+    with engine(store, artifact, size=f"{capacity}B") as second:
+        assert answers(second, prompts) == (tokens, cached)
+        before = files(store)
+        answers(second, [[9, *prompt] for prompt in prompts])
+        flush(second)
+        assert sum(path.stat().st_size for path in files(store)) <= capacity
+        assert set(files(store)) - set(before) and set(before) - set(files(store))
+
+
+def test_pages_of_a_method_are_stored_as_they_are(engine, prompts, tmp_path):
+    method = "turboquant"
+    with engine(tmp_path, method=method) as first:
+        tokens, _ = answers(first, prompts)
+        flush(first)
+        first.llm.reset_prefix_cache()
+        assert answers(first, prompts) == (tokens, full_tokens(prompts))
+
+
+def config(**changes):
+    """What the connector reads of a configuration, as far as `_check` does."""
+    model = SimpleNamespace(use_mla=False, uses_mrope=False)
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+    )
+    transfer = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute")
+    parts = {"model_config": model, "parallel_config": parallel, "kv_transfer_config": transfer}
+    for name, value in changes.items():
+        for part in parts.values():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    return SimpleNamespace(**parts, lora_config=changes.get("lora_config"))
+
+
+def groups(count=1, **options):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(
+        **{"block_size": SIZE, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, **options}
+    )
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * count)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "message"),
+    [
+        ({}, {"count": 2}, "one kind of cache in all layers, and this engine has 2"),
+        ({}, {"sliding_window": 8}, "a cache of full attention"),
+        ({}, {"block_size": 16}, "hashes of whole blocks"),
+        ({"use_mla": True}, {}, "MLA"),
+        ({"uses_mrope": True}, {}, "M-RoPE"),
+        ({"pipeline_parallel_size": 2}, {}, "no pipeline and context parallelism"),
+        ({"kv_role": "kv_producer"}, {}, "kv_both"),
+        ({"kv_load_failure_policy": "fail"}, {}, "recompute"),
+        ({"lora_config": 1}, {}, "no --enable-lora"),
+    ],
+)
+def test_refusals(changes, found, message):
+    from kvq_cli.vllm.prefix_store.connector import _check
+
+    _check(config(), groups(), SIZE)
+    with pytest.raises(UsageError, match=message):
+        _check(config(**changes), groups(**found), SIZE)
+
+
+def test_hashes_that_may_differ_between_servers_are_refused(monkeypatch):
+    from kvq_cli.vllm.prefix_store.connector import _check
+
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(UsageError, match="^set PYTHONHASHSEED to the same number[^\n]*$"):
+        _check(config(), groups(), SIZE)
