@@ -166,8 +166,7 @@ def _print_rows(
             scores = [f"{row.kl:.4f}{error}", f"{row.top1:.1%}", f"{row.perplexity:+.1%}"]
             table.append([row.label, *scores, f"{row.ms:.1f}", f"{row.ms / row.ms_plain:.2f}x", *sizes])
         elif not one.method.calibrates:  # the uncompressed cache; a method left out has no row
-            plain = f"{rows[0].ms_plain:.1f}" if rows else None
-            table.append([one.method.name, "0", "100.0%", "+0.0%", plain, "1.00x", *sizes])
+            table.append([one.method.name, "0", "100.0%", "+0.0%", f"{rows[0].ms_plain:.1f}", "1.00x", *sizes])
     output.table(columns, table, title=f"{title}; divergence from the uncompressed model, nats per token")
 
 
