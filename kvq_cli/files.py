@@ -154,3 +154,9 @@ def cannot_write(path: Path, error: OSError, option: str = "--out") -> KvqError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return KvqError(f"no space left to write {path} ({error.strerror}): free some, or choose another {option}")
     return KvqError(f"cannot write {path}: {error.strerror or error}; choose another {option}")
+
+
+def os_error(error: Exception) -> OSError:
+    """The system's error behind one of safetensors."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))

@@ -16,6 +16,7 @@ from kvq_cli import packaged
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.files import MAX_SETTINGS, load_json, read_text
+from kvq_cli.gguf_models import gguf_folder, is_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +80,13 @@ def load_model(
     trust_remote_code: bool = False,
     accept_license: bool = False,
 ) -> LoadedModel:
-    """Load `name`: "reference", "smollm2" or "gemma3-270m" (see `packaged`), a folder in the Hugging Face format, or a
-    Hub id.
+    """Load `name`: "reference", "smollm2" or "gemma3-270m" (see `packaged`), a folder in the Hugging Face format, a
+    GGUF file (see `gguf_models`), or a Hub id.
 
     device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", which becomes the current one. dtype: one of
-    `DTYPES`; "auto" is the dtype of the stored weights. trust_remote_code: run the Python code that the model's
-    `auto_map` names; never asked for on stdin. accept_license: accept the terms of use of "gemma3-270m", which its
-    first use asks for.
+    `DTYPES`; "auto" is the dtype of the stored weights, or bfloat16 where a GGUF file has fewer bits.
+    trust_remote_code: run the Python code that the model's `auto_map` names; never asked for on stdin. accept_license:
+    accept the terms of use of "gemma3-270m", which its first use asks for.
     Raises KvqError where there is no such model, or one that needs code that is not trusted; UsageError for an unknown
     device or dtype.
     """
@@ -97,7 +98,7 @@ def load_model(
     target = torch_device(device)
     weight_dtype = _torch_dtype(dtype)
     packaged.check_dtype(name, dtype)
-    source = model_source(name, accept_license)
+    source = model_source(name, accept_license, dtype)
     local = Path(source).is_dir() or not _on_the_hub(source)
     base = _base_source(source)
     if Path(source).is_dir():
@@ -319,8 +320,8 @@ def _torch_dtype(name: str) -> torch.dtype | str:
     return name if name == "auto" else getattr(torch, name)
 
 
-def model_source(name: str, accept_license: bool = False) -> str:
-    """The folder or the Hub id that `name` is loaded from; accept_license: as for `load_model`."""
+def model_source(name: str, accept_license: bool = False, dtype: str = "auto") -> str:
+    """The folder or the Hub id that `name` is loaded from; accept_license, dtype: as for `load_model`."""
     from kvq_cli.reference import model_path
 
     if name == REFERENCE:
@@ -330,6 +331,8 @@ def model_source(name: str, accept_license: bool = False) -> str:
         return str(folder)
     if name in packaged.MODELS:
         return str(packaged.model_folder(packaged.MODELS[name], accept_license))
+    if is_gguf(name):
+        return str(gguf_folder(name, dtype))
     if not name.strip():
         raise KvqError(f"--model {name!r}: no such folder")
     path = Path(name).expanduser()
@@ -341,7 +344,8 @@ def model_source(name: str, accept_license: bool = False) -> str:
         return str(path)
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_a_path or path.exists():
-        raise KvqError(f"--model {name}: no such folder{_similar(name)}")
+        no_model = "neither a folder nor a .gguf file" if path.is_file() else "no such folder"
+        raise KvqError(f"--model {name}: {no_model}{_similar(name)}")
     return name
 
 

@@ -7,21 +7,18 @@ with 16-bit weights, in the user's cache folder. A model with terms of use is co
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import shutil
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import cannot_write
+from kvq_cli.gguf_models import convert, is_converted, missing_readers, models_folder, read_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,23 +114,22 @@ def model_folder(model: PackagedModel, accept_license: bool = False) -> Path:
     KvqError where a package, or what reads it, is not installed, its file is another one, the terms are not accepted,
     or the cache folder cannot be written.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvq" / "models"
-    folder = cache / f"{model.name}-{model.sha256[:12]}"
-    if (folder / "config.json").is_file():
+    folder = models_folder() / f"{model.name}-{model.sha256[:12]}"
+    if is_converted(folder):
         return folder
-    parts = _model_parts(model)
+    option, parts = f"--model {model.name}", _model_parts(model)
     if model.terms and not accept_license and os.environ.get(ACCEPT_LICENSE) != "1":
         raise KvqError(
-            f"--model {model.name}: {model.title} has terms of use ({model.terms}): pass --accept-license if you "
-            f"accept them (load_model: accept_license=True; environment: {ACCEPT_LICENSE}=1)"
+            f"{option}: {model.title} has terms of use ({model.terms}): pass --accept-license if you accept them "
+            f"(load_model: accept_license=True; environment: {ACCEPT_LICENSE}=1)"
         )
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{folder.name}.lock", model):
-            if not (folder / "config.json").is_file():  # another process may have converted it meanwhile
-                _convert(model, parts, folder)
-    except OSError as error:
-        raise cannot_write(folder, error, "XDG_CACHE_HOME") from error
+
+    def read() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        with _joined(parts, folder) as source:
+            return read_gguf(source, model.dtype, option, model.install)
+
+    about = model.takes + (f"; its terms of use: {model.terms}" if model.terms else "")
+    convert(folder, model.title, about, read)
     return folder
 
 
@@ -143,7 +139,7 @@ def _model_parts(model: PackagedModel) -> list[Path]:
     if missing := model.missing:
         some = "" if len(missing) == len(model.modules) else f"{' and '.join(missing)} of "
         raise KvqError(f"{option}: {some}the package {model.package} is not installed: {model.install}")
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+    if missing := missing_readers():
         raise KvqError(f"{option}: converting it needs {' and '.join(missing)}: {model.install}")
     parts = [_package_folder(module) / model.file.format(part) for part, module in enumerate(model.modules)]
     for path in parts:
@@ -167,49 +163,6 @@ def _package_folder(module: str) -> Path:
 
 
 @contextmanager
-def _locked(path: Path, model: PackagedModel) -> Iterator[None]:
-    import fcntl  # not on all systems: only the conversion needs it
-
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"kvq: waiting for another process that converts {model.title}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _convert(model: PackagedModel, parts: Sequence[Path], folder: Path) -> None:
-    """Write the folder atomically: 16-bit weights, configuration, tokenizer and, if there is one, chat template."""
-    start = time.monotonic()
-
-    def say(state: str) -> None:
-        print(f"kvq: converting {model.title}, {state}", file=sys.stderr, flush=True)
-
-    say(f"once ({model.takes})" + (f"; its terms of use: {model.terms}" if model.terms else ""))
-    for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed here, under the same lock
-        shutil.rmtree(left, ignore_errors=True)
-    with _joined(parts, folder) as source:
-        try:
-            with redirect_stderr(io.StringIO()):  # transformers draws a bar there, also where it is no terminal
-                converted, tokenizer = _read(source, model.dtype)
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            raise KvqError(
-                f"--model {model.name}: transformers cannot read {source.name} ({error}): {model.install}"
-            ) from error
-    say(f"1/2: weights read, {time.monotonic() - start:.0f} s elapsed")
-    partial = Path(mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        converted.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        say(f"2/2: written to {folder}, {time.monotonic() - start:.0f} s elapsed")
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
 def _joined(parts: Sequence[Path], folder: Path) -> Iterator[Path]:
     """The only part, or a temporary file beside `folder` of all parts."""
     if len(parts) == 1:
@@ -222,21 +175,3 @@ def _joined(parts: Sequence[Path], folder: Path) -> Iterator[Path]:
                 with part.open("rb") as file:
                     shutil.copyfileobj(file, whole)
         yield path
-
-
-def _read(source: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model with weights of `dtype`, and its tokenizer, from the GGUF file."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    location: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    location["trust_remote_code"] = False
-    quantization = GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
-    # `save_pretrained` refuses models read from GGUF: the weights move to a fresh model.
-    settings = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "transformers_version", "model_type"):
-        settings.pop(key, None)
-    model = type(loaded)(type(loaded.config)(**settings)).to(getattr(torch, dtype))
-    model.load_state_dict(loaded.state_dict())
-    return model, AutoTokenizer.from_pretrained(**location)

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gguf import MODEL_ARCH
+from gguf_files import WORDS, write_gguf
 
-from kvq_cli import attach, build, packaged
+from kvq_cli import attach, build, gguf_models, packaged
 from kvq_cli.data.texts import token_windows
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import load_model
@@ -107,10 +109,10 @@ def test_the_conversion_says_where_it_is(monkeypatch, tmp_path, capsys):
             (folder / "config.json").write_text("{}")
 
     now = iter((100.0, 112.0, 115.0))
-    monkeypatch.setattr(packaged.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(gguf_models.time, "monotonic", lambda: next(now))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(packaged, "_model_parts", lambda model: [tmp_path / "any.gguf"])
-    monkeypatch.setattr(packaged, "_read", lambda source, dtype: (Saved(), Saved()))
+    monkeypatch.setattr(gguf_models, "_read", lambda *_: (Saved(), Saved()))
     folder = model_folder(SMOLLM2)
     assert capsys.readouterr().err.splitlines() == [
         "kvq: converting SmolLM2-135M-Instruct, once (half a minute)",
@@ -126,7 +128,7 @@ def test_a_conversion_removes_what_killed_ones_left(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(packaged, "_model_parts", lambda model: [tmp_path / "any.gguf"])
-    monkeypatch.setattr(packaged, "_read", lambda source, dtype: (Saved(), Saved()))
+    monkeypatch.setattr(gguf_models, "_read", lambda *_: (Saved(), Saved()))
     folder = model_folder(SMOLLM2)
     shutil.rmtree(folder)
     left = folder.parent / f".{folder.name}.killed"
@@ -145,11 +147,11 @@ def test_a_damaged_file_is_refused(monkeypatch, tmp_path):
 
 @needs_package
 def test_a_file_that_cannot_be_read_is_not_called_unwritable(monkeypatch, tmp_path):
-    def fail(source, dtype):
+    def fail(*_):
         raise OSError("unknown quantization")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(packaged, "_read", fail)
+    monkeypatch.setattr(gguf_models, "_read", fail)
     with pytest.raises(KvqError, match=r"cannot read SmolLM2.*unknown quantization.*pip install"):
         model_folder(SMOLLM2)
     assert [path.suffix for path in (tmp_path / "kvq/models").iterdir()] == [".lock"]
@@ -164,7 +166,6 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-WORDS = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", "a", "b", "c", "ab", "▁a"]
 
 
 def random_gemma():
@@ -188,45 +189,11 @@ def random_gemma():
     return model
 
 
-def write_gguf(path, model):
-    """Write a Gemma 3 as llama.cpp's converter does: norms with 1 added, the global layers' RoPE base alone."""
-    from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
-
-    config, writer = model.config, GGUFWriter(path, "gemma3")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1e6)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(WORDS)
-    writer.add_token_scores([0.0] * 4 + [-float(index) for index in range(4, len(WORDS))])
-    writer.add_token_types([TokenType.CONTROL] * 4 + [TokenType.NORMAL] * (len(WORDS) - 4))
-    for name, token in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
-        getattr(writer, f"add_{name}_token_id")(token)
-    writer.add_add_bos_token(True)
-    writer.add_add_space_prefix(False)
-    names = get_tensor_name_map(MODEL_ARCH.GEMMA3, config.num_hidden_layers)
-    for name, weight in model.named_parameters():
-        stored = weight.detach() + 1 if "norm" in name else weight.detach()
-        writer.add_tensor(names.get_name(name, try_suffixes=[".weight"]), stored.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.fixture
 def gemma(tmp_path, monkeypatch):
     """A random Gemma 3 whose GGUF file is installed in parts, in the place of the real one."""
     model, modules = random_gemma(), tuple(f"kvq_test_gemma_part{part}" for part in (1, 2))
-    write_gguf(tmp_path / "whole.gguf", model)
+    write_gguf(tmp_path / "whole.gguf", model, MODEL_ARCH.GEMMA3)
     content = (tmp_path / "whole.gguf").read_bytes()
     for part, (module, data) in enumerate(zip(modules, (content[:5000], content[5000:]), strict=True)):
         (tmp_path / module / "data").mkdir(parents=True)

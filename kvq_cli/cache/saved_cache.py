@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.snapshot import Snapshot, expected
 from kvq_cli.codecs.layout import TensorSpec, spec_of
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import file_size, replacing
+from kvq_cli.files import file_size, os_error, replacing
 
 if TYPE_CHECKING:
     from kvq_cli.cache.cache import CompressedCache
@@ -147,14 +146,8 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
         try:
             save_file(tensors, partial, {_KEY: json.dumps(about)})
         except SafetensorError as error:
-            raise _os_error(error) from error
+            raise os_error(error) from error
     return Path(path).stat().st_size
-
-
-def _os_error(error: SafetensorError) -> OSError:
-    """The system's error behind one of safetensors."""
-    number = re.search(r"os error (\d+)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def _streams(index: int, layer: CompressedLayer) -> Iterator[tuple[str, Stream]]:

@@ -20,6 +20,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.cli.rules import Rule, Values, unless
 from kvq_cli.errors import UsageError, reading
 from kvq_cli.files import MAX_SETTINGS, read_text
+from kvq_cli.gguf_models import is_gguf
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -146,7 +147,10 @@ def _shared_notes(values: Values, flag: str) -> Iterator[str]:
 
 of_compared = Rule(_shared_notes)
 _builtin = ("reference", *packaged.MODELS)
-needs_code = unless(lambda values: values["model"] not in _builtin, "the model has no Python code of its own")
+needs_code = unless(
+    lambda values: values["model"] not in _builtin and not is_gguf(values["model"]),
+    "the model has no Python code of its own",
+)
 needs_license = unless(
     lambda values: values["model"] in packaged.MODELS and packaged.MODELS[values["model"]].terms is not None,
     "kvq asks for no terms of use of this model",
@@ -162,7 +166,8 @@ Model = Annotated[
     _shared(
         "--model",
         metavar="NAME",
-        help="`reference` (built in), `smollm2` or `gemma3-270m` (packages), a Hugging Face model id, or a folder.",
+        help="`reference` (built in), `smollm2` or `gemma3-270m` (packages), a Hugging Face model id, a folder, or a "
+        ".gguf file.",
     ),
 ]
 TrustRemoteCode = Annotated[

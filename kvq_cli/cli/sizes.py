@@ -34,8 +34,8 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="`reference`, `smollm2` or `gemma3-270m` (packages), a Hugging Face model id, or a folder; only its "
-        "config is read.",
+        help="`reference`, `smollm2` or `gemma3-270m` (packages), a Hugging Face model id, a folder, or a .gguf file; "
+        "only its config is read.",
     ),
 ]
 Context = Annotated[int, typer.Option("--context", min=1, max=MAX_COUNT, help="Tokens per sequence.")]

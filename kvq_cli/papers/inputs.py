@@ -55,7 +55,8 @@ def file_digests(target: Target, model: str) -> dict[str, str]:
 
 
 def model_version(model: str) -> str:
-    """The model's name; of the built-in model, and of a folder, also a hash of its files, which may change in place.
+    """The model's name; of the built-in model, a folder and a GGUF file, also a hash of the files, which may change in
+    place.
 
     `artifact.fingerprint.weights_digest` needs the model in memory: too slow for a list of targets. A Hub model's files
     are those of its name, SmolLM2's have a fixed hash.
@@ -63,9 +64,10 @@ def model_version(model: str) -> str:
     if model == REFERENCE:
         weights = (reference.model_path() / "model.safetensors").read_bytes()
         return f"{model} {hashlib.sha256(weights).hexdigest()[:16]}"
-    if model == SMOLLM2 or not Path(model).is_dir():
+    path = Path(model).expanduser()
+    if model == SMOLLM2 or not path.exists():
         return model
-    paths = sorted(path for path in Path(model).iterdir() if path.suffix in _MODEL_FILES and path.is_file())
+    paths = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _MODEL_FILES and p.is_file())
     states = ((path, path.stat()) for path in paths)
     return f"{model} {_folder_digest(tuple((path, each.st_size, each.st_mtime_ns) for path, each in states))}"
 

@@ -35,7 +35,7 @@ def prepare(
     shape = configured_shape(model, trust_remote_code=trust_remote_code)
     if dtype != "auto":
         shape = replace(shape, dtype=dtype)
-    source = model_source(model)
+    source = model_source(model, dtype=dtype)
     if isinstance(attachable, Artifact):
         attachable.check_config(config, model)
         check_weights(attachable, config, source, model, trust_remote_code)
