@@ -56,18 +56,13 @@ class Drafts:
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
         if inputs is None:
             return None
-        keep, mask, columns = kwargs.get("logits_to_keep"), kwargs.get("attention_mask"), inputs.shape[1]
+        keep, columns = kwargs.get("logits_to_keep"), inputs.shape[1]
         drafted = min(keep, columns) - 1 if isinstance(keep, int) and keep > 1 else 0
-        self._thread.prompt, cache.drafted, past = None, 0, cache.get_seq_length()
-        # transformers gives the first pass all tokens, also those that the cache already holds.
-        start = past if isinstance(mask, Tensor) and mask.shape == inputs.shape[:2] else 0
-        end = columns - drafted
+        self._thread.prompt, cache.drafted = None, 0
         cache.allow_rollback(drafted)
-        if drafted and (end - start > 1 or not past):
-            self._thread.prompt = model(**_part(kwargs, start, end, columns, 1))
-            kwargs = _part(kwargs, end, columns, columns, drafted)
-        elif start > 0:
-            kwargs = _part(kwargs, start, columns, columns, keep)
+        if drafted and (columns - drafted > 1 or not cache.get_seq_length()):
+            self._thread.prompt = model(**_part(kwargs, 0, columns - drafted, columns, 1))
+            kwargs = _part(kwargs, columns - drafted, columns, columns, drafted)
         cache.drafted = drafted
         return (), kwargs
 
@@ -91,8 +86,8 @@ class _Thread(threading.local):
 
 
 def _part(kwargs: dict[str, Any], start: int, stop: int, columns: int, keep: int) -> dict[str, Any]:
-    """The arguments of a pass over the columns [start, stop) of a pass of `columns` columns, with the logits of the last
-    `keep`. Other tensors, those of images, are for the first part."""
+    """The arguments of a pass over the columns [start, stop) of a pass of `columns` columns, which gives the logits of
+    the last `keep`. Other tensors, those of images, are for the first part."""
     part = {name: x for name, x in kwargs.items() if start == 0 or not isinstance(x, Tensor)}
     for name, dim in _BY_COLUMN.items():
         if kwargs.get(name) is not None:

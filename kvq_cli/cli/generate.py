@@ -158,6 +158,8 @@ def generate(
     text = _read_prompt(prompt, file)
     parameters = decoding.decoding(model_options.seed, num_beams, prompt_lookup)
     check_files(save_cache, load_cache)
+    if prompt_lookup is not None and load_cache is not None:
+        raise UsageError("--prompt-lookup with --load-cache: transformers drafts for new caches only; use one of them")
     if system is not None and load_cache is not None:
         raise UsageError("--system with --load-cache: the system message is saved with the document, by --save-cache")
     with attached_generator(model_options, compression, prefill, parameters) as generator:
