@@ -22,7 +22,7 @@ def described(plan) -> list:
 
 
 def test_layers_with_a_window_are_those_of_fp16():
-    for method in (build("kivi", local="16bit"), build("xquant", local="16bit")):
+    for method in (build("kivi", local="16bit"), build("turboquant", local="16bit")):
         for layer in range(OSS.layers):
             like = build("fp16") if OSS.window(layer) else method
             assert described(method.layer_plan(layer, OSS, {})) == described(like.plan(layer, OSS, {}))
