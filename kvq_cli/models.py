@@ -17,6 +17,7 @@ from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.files import MAX_SETTINGS, load_json, read_text
 from kvq_cli.gguf_models import gguf_folder, is_gguf
+from kvq_cli.layer_kinds import attention_layers, layer_kinds
 
 if TYPE_CHECKING:
     import torch
