@@ -70,7 +70,7 @@ class CompressedCache(Cache):
             own[layer.index] = layer
         self.layers = own or list(self.compressed)
         #: The layers that are not compressed.
-        self.others = [layer for layer in self.layers if layer not in self.compressed]
+        self.others: list[Any] = [layer for layer in self.layers if layer not in self.compressed]
         #: By index, the layers that hold what is not compressed, some of them beside compressed keys and values.
         self.states = {index: x for index, x in enumerate(self.layers) if getattr(x, "holds_state", True)}
 

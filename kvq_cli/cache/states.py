@@ -18,7 +18,7 @@ from kvq_cli.cache.layer import CompressedLayer
 _HELD = ("keys", "values", "conv_states", "recurrent_states")
 
 
-class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
+class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # theirs differ, too
     """A compressed layer that also holds the recurrent state of the linear attention beside its attention."""
 
     holds_state = True
@@ -40,7 +40,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
 
     def select(self, index: Tensor) -> None:
         super().select(index)
-        LinearAttentionLayer.reorder_cache(self, index)
+        LinearAttentionLayer.reorder_cache(self, index)  # type: ignore[arg-type]
 
 
 def own_layers(config: PretrainedConfig) -> list[Any]:

@@ -26,8 +26,9 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
     layer, scaling and soft-capping included. Weights are frozen.
     """
     hidden = output["last_hidden_state"].detach()
-    gradient, decoded = torch.zeros_like(hidden), _Returns()
-    head = _with_decoder(model, decoder_of(model), decoded)
+    decoder = decoder_of(model)
+    gradient, decoded = torch.zeros_like(hidden), _Returns(decoder)
+    head = _with_decoder(model, decoder, decoded)
     with upcast_products(head):
         for first in range(0, ids.shape[1] - 1, TOKENS):
             tokens = slice(first, min(first + TOKENS, ids.shape[1] - 1))
@@ -41,9 +42,20 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
 
 
 class _Returns(nn.Module):
-    """Returns `output`, whatever it is called with."""
+    """Returns `output`, whatever it is called with. Other attributes are the decoder's: Falcon-H1 multiplies its logits
+    by one."""
 
     output: ModelOutput
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self._decoder = (decoder,)  # no module of this one
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_decoder"][0], name)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> ModelOutput:
         return self.output

@@ -95,7 +95,7 @@ def test_probing_leaves_no_hooks(tiny):
     attention_layers(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert decoder_of(model) is model.model
-    assert [name for name, _ in attention_modules(model)] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert [each[:2] for each in attention_modules(model)] == [(i, f"model.layers.{i}.self_attn") for i in range(3)]
 
 
 def test_unsupported_model_structures_are_refused(tiny):

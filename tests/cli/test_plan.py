@@ -83,7 +83,9 @@ def test_requests_that_fit_into_blocks_of_vllm(name, options):
 
 
 def test_layers_without_a_cache_are_not_counted(kvq, tmp_path):
-    Lfm2Config(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]).save_pretrained(tmp_path)
+    Lfm2Config(hidden_size=2048, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]).save_pretrained(
+        tmp_path
+    )
     words = ("plan", "--model", str(tmp_path), "--memory", "40GB", "--compare", "kivi-2bit")
     planned = kvq(*words, "--context", "4096", "--json")
     assert f"note: 1 of 3 layers of {tmp_path} have a cache to compress and are counted" in planned.stderr

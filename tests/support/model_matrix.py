@@ -36,7 +36,7 @@ LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "bamba": {"attn_layer_indices": [1]},
     "biogpt": {},
     "bitnet": {},
     "cohere": {"use_qk_norm": True},
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
     "granite": {"attention_multiplier": 0.3},
     "granitemoe": {},
-    "granitemoehybrid": {"layer_types": LINEAR, "mamba_n_heads": 8},
+    "granitemoehybrid": {"layer_types": LINEAR},
     "helium": {},
     "hunyuan_v1_dense": {},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -133,7 +133,7 @@ _SIZES = {
     # Latent attention, which is refused, and linear attention: small enough to be built.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_groups": 1},
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 8, "mamba_n_groups": 1},
     **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
 }
