@@ -47,9 +47,9 @@ class Crops:
 @each_method
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(name, options, prefill):
     """The prompt, too, is the same to methods that are fit to it."""
-    if (name, options.get("chunk_rank"), prefill) == ("gear", 2, "compressed"):
-        pytest.xfail("tokens differ from plain decoding: whether by the order of sums alone is not known")
     model, ids = tiny_model(hidden_size=64), repetitive()
+    if "chunk_rank" in options:
+        model = model.double()  # in float32, low ranks of the errors of a chunk depend on the order of sums
     with attach(model, ready(name, options, model), prefill=prefill) as kv:
         expected = generate(model, ids, kv.new_cache())
         cache = kv.new_cache()
