@@ -62,7 +62,7 @@ class TritonBackend:
 
     def _counts_behind(self, dropped: int) -> _Counts:
         counts = self._counts
-        counts[dropped] = counts.pop(dropped, None) or _Counts()  # type: ignore[arg-type]  # the last: the newest in use
+        counts[dropped] = counts.pop(dropped) if dropped in counts else _Counts()  # the last one is the newest in use
         if len(counts) > MAX_COUNTS:
             del counts[next(iter(counts))]
         return counts[dropped]

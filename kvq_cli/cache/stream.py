@@ -86,6 +86,21 @@ class Stream:
         """Make as much room as was reserved in another stream of this plan."""
         self._room = self.store.room = other._room
 
+    def reset(self) -> None:
+        """Forget all rows and free their memory."""
+        self._behind(0)
+        self.lengths: list[int] = []
+        #: Packed tokens of each row that stay packed: the ring holds the numbers of later ones.
+        self._final: list[int] = []
+        #: Empty until the first tokens come.
+        self.sinks = self.ring = torch.empty(0)
+        self.store = PackedStore(self.codec.block_tokens, self._room)
+
+    def _behind(self, dropped: int) -> None:
+        """Count tokens from behind the first `dropped` on."""
+        #: Tokens of every row that are held no more.
+        self.dropped, self.window = dropped, self.plan.window.behind(dropped)
+
     def allow_rollback(self, tokens: int) -> None:
         """Hold what `crop` needs to remove the newest `tokens` tokens, of those that come from now on."""
         if self.keeps_numbers or tokens <= self.rollback:
@@ -104,21 +119,6 @@ class Stream:
         """Hold in full precision what another stream of this plan and these tokens does."""
         self.rollback, self.ring_size, self._final = other.rollback, other.ring_size, list(other._final)
         self.ring = other.ring.clone()
-
-    def reset(self) -> None:
-        """Forget all rows and free their memory."""
-        self._behind(0)
-        self.lengths: list[int] = []
-        #: Packed tokens of each row that stay packed: the ring holds the numbers of later ones.
-        self._final: list[int] = []
-        #: Empty until the first tokens come.
-        self.sinks = self.ring = torch.empty(0)
-        self.store = PackedStore(self.codec.block_tokens, self._room)
-
-    def _behind(self, dropped: int) -> None:
-        """Count tokens from behind the first `dropped` on."""
-        #: Tokens of every row that are held no more.
-        self.dropped, self.window = dropped, self.plan.window.behind(dropped)
 
     def coder(self, rows: slice) -> Codec:
         """The codec that encodes and decodes `rows`."""
