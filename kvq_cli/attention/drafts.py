@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,8 +31,12 @@ class Drafts:
     """Hooks on the model, around those on its decoder, for caches that expect drafted tokens."""
 
     def __init__(self, model: PreTrainedModel, hooks: AttentionHooks) -> None:
-        self._model, self._hooks, self._signature = model, hooks, inspect.signature(model.forward)
+        self._model, self._hooks, self._forward = model, hooks, model.forward
         self._thread = _Thread()
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self._forward)
 
     def install(self, undo: ExitStack) -> None:
         """Put the hooks on the model; `undo` removes them."""

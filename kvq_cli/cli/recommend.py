@@ -101,8 +101,8 @@ def recommend(
     context = min(DEFAULT_CONTEXT, size.context) if options.context is None else options.context
     need = Need(size.shape, size.weights_bytes, size.context, room, context, options.users)
     found = candidates(need)
-    output.note("fits: " + ", ".join(f"{one.method.name} at {one.method.nominal_bits:g} bits" for one in found))
     loaded = model_options.load()
+    output.note("fits: " + ", ".join(f"{one.method.name} at {one.method.nominal_bits:g} bits" for one in found))
     compressed = [one for one in found if one.method.name != PLAIN]
     chosen = [(one, _ready(one.method, loaded, dataset, folder, calibrate, output)) for one in compressed]
     ready = [(one, attachable) for one, attachable in chosen if attachable is not None]

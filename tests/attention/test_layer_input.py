@@ -105,7 +105,7 @@ def watched(model, artifact, ids) -> tuple[list[torch.Tensor], list[torch.Tensor
     with attach(model, artifact) as kv:
         hooks = [
             module.register_forward_pre_hook(lambda m, a, k: inputs.append(k["hidden_states"]), with_kwargs=True)
-            for _, module in attention_modules(model)
+            for *_, module in attention_modules(model)
         ]
         cache = kv.new_cache()
         model(ids, past_key_values=cache)

@@ -69,7 +69,9 @@ def test_config_and_card_record_method_data_and_command(tiny, quick, tmp_path):
     built = build("temporalkv", bits=4, sinks=12)
     artifact = run(tiny, quick, tmp_path / "a", built)
     config = artifact.config
-    assert config["method"] == {"name": "temporalkv"} | dataclasses.asdict(built)
+    options = dataclasses.asdict(built)
+    del options["local"]  # configs leave it out at its default
+    assert config["method"] == {"name": "temporalkv"} | options
     assert config["calibration"] == dataclasses.asdict(dataclasses.replace(quick, kmeans="kvq"))  # chosen by "auto"
     assert config["captured"] == {"tokens": 6 * 88, "tokens_with_gradients": 4 * 88, "tokens_held_out": 88}
     assert len(config["errors"]["layers"]) == 2 and set(config["errors"]["layers"][0]) == {"k", "v"}

@@ -16,6 +16,7 @@ from kvq_cli.reference import model_path
 
 #: Arguments that each command needs to reach its model; a command without an entry is run with --model alone.
 ARGUMENTS = {
+    "recommend": ["--memory", "8GB"],
     "generate": ["a prompt", "-n", 1],
     "eval": ["--task", "perplexity", "--seqlen", 320, "--limit", 1],
     "analyze": ["entropy", "--samples", 1, "--seqlen", 16],

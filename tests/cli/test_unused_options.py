@@ -19,8 +19,9 @@ RULED = {
     "calibrate": f"{SHARED} out dataset samples seqlen gradients points iterations kmeans damping captured resume "
     "force disk workers ray seed",
     "tune": "kl set_ trust_remote_code accept_license",
-    "generate": f"{DECODING} num_beams prompt_lookup",
-    "chat": DECODING,
+    "recommend": "trust_remote_code accept_license",
+    "generate": f"{DECODING} num_beams prompt_lookup when_full",
+    "chat": f"{DECODING} when_full",
     "serve": SHARED,
     "eval": f"{SHARED} context limit dataset seqlen prompt_tokens windows haystack qa_file templates chat_template "
     "data_dir num_fewshot max_length max_new_tokens truncation save_prompts batch_size artifact prefill plot seed",
