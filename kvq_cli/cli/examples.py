@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXAMPLES = {
     "recommend": (
-        "kvq recommend --model smollm2 --memory 4GB --context 8192 --users 8",
+        "kvq recommend --model smollm2 --memory 4GB --context 8192 --users 16",
         "kvq recommend --model Qwen/Qwen3-8B --gpu rtx4090 --context 65536 --dataset my.txt",
     ),
     "calibrate": (

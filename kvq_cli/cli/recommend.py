@@ -16,7 +16,7 @@ from kvq_cli.cli.eval import tracker
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.plan import GpuName, Memory, PlannedContext, Reserve, memory_bytes
-from kvq_cli.cli.sizes import MAX_COUNT, model_size
+from kvq_cli.cli.sizes import MAX_COUNT, model_size, note_other_layers
 from kvq_cli.errors import UsageError
 from kvq_cli.paths import artifact_folder, short_name
 from kvq_cli.units import parse_bytes
@@ -100,6 +100,7 @@ def recommend(
     size = model_size(None, model, model_options.trust_remote_code)
     context = min(DEFAULT_CONTEXT, size.context) if options.context is None else options.context
     need = Need(size.shape, size.weights_bytes, size.context, room, context, options.users)
+    note_other_layers(size.shape, model, output)
     found = candidates(need)
     loaded = model_options.load()
     output.note("fits: " + ", ".join(f"{one.method.name} at {one.method.nominal_bits:g} bits" for one in found))
@@ -107,21 +108,21 @@ def recommend(
     chosen = [(one, _ready(one.method, loaded, dataset, folder, calibrate, output)) for one in compressed]
     ready = [(one, attachable) for one, attachable in chosen if attachable is not None]
     if not ready:
-        raise UsageError("--no-calibrate: of the methods without calibration none fits")
+        raise UsageError("no compressed method is left to measure: of what fits, none is ready for this model")
     with output.progress() as progress:
-        rows = list(measured(loaded, ready, dataset, folder, command=command_line(), track=tracker(progress)))
+        words, track = command_line(), tracker(progress)
+        rows = list(measured(loaded, ready, dataset, folder, command=words, track=track, note=output.note))
     _print_rows(output, rows, found, need.context, need.users, f"{model}, {dataset}")
     row = best(rows)
     plain = next((one for one in found if one.method.name == PLAIN), None)
     sentence = reason(row, need, plain)
-    [attachable] = [each for (_, each), other in zip(ready, rows, strict=True) if other is row]
+    [attachable] = [each for one, each in ready if one.capacity is row.capacity]
     lines = _lines(model, attachable, row.served)
     output.text("")
     output.prose(sentence)
     output.text("\n" + lines)
-    output.result(
-        {"recommended": row.label, "reason": sentence, "use": lines, "methods": [one.to_dict() for one in rows]}
-    )
+    document = {"recommended": row.label if plain is None else PLAIN, "compressed": row.label, "reason": sentence}
+    output.result({**document, "use": lines, "methods": [one.to_dict() for one in rows]})
 
 
 def _ready(
@@ -146,9 +147,14 @@ def _ready(
         f"calibrating {own.name} on {SAMPLES} windows of {seqlen} tokens: `kvq calibrate` takes more, for less loss"
     )
     options = CalibrationOptions(dataset=dataset, samples=SAMPLES, seqlen=seqlen)
-    plan = plan_calibration(loaded, method, options)
-    with output.phases() as progress:
-        return pipeline.calibrate(plan, folder / own.name, resume=True, progress=progress, note=output.note)
+    made = folder / f"{own.name}-{short_name(dataset)}"
+    try:
+        plan = plan_calibration(loaded, method, options)
+        with output.phases() as progress:
+            return pipeline.calibrate(plan, made, resume=True, progress=progress, note=output.note)
+    except UsageError as error:  # of what the model or the text lacks; other methods need no calibration
+        output.note(f"left out: {method.name}: {error}")
+        return None
 
 
 def _print_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,17 +134,25 @@ def measured(
     *,
     command: str | None = None,
     track: Tracker = lambda description, total, done: lambda count: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measured]:
-    """Measure the candidates on `WINDOWS` windows of the dataset; finished windows are kept in `folder`.
+    """Measure the candidates on `WINDOWS` windows of the dataset; finished windows are kept in `folder`. One that leads
+    the model out of its dtype's range is left out with a note.
 
     Tokens are timed anew at each call, on this device, after as many tokens as a window has.
     """
     compared = compared_methods([attachable for _, attachable in chosen])
     seqlen = loaded.default_length(SEQLEN)
     settings = EvaluationSettings((PERPLEXITY,), windows=WINDOWS, datasets=(dataset,), seqlen=seqlen)
-    document = evaluate(loaded, compared, settings, folder, command=command, track=track)
-    times, plain = _token_times(loaded, compared, min(seqlen, loaded.context - TIMED_TOKENS), track)
-    for (candidate, _), one in zip(chosen, compared, strict=True):
+    document = evaluate(loaded, compared, settings, folder, command=command, track=track, note=note)
+    left = [
+        (candidate, one)
+        for (candidate, _), one in zip(chosen, compared, strict=True)
+        if one.label in document["methods"]
+    ]
+    context = min(seqlen, loaded.context - TIMED_TOKENS)
+    times, plain = _token_times(loaded, [one for _, one in left], context, track)
+    for candidate, one in left:
         scores = document["methods"][one.label]["results"][PERPLEXITY]
         yield Measured(
             one.label,
@@ -178,6 +186,8 @@ def is_served(method: Method, shape: ModelShape) -> bool:
     """Whether `kvq serve` takes the method, with the options that it sets by itself."""
     from kvq_cli.vllm.served import SERVER_DEFAULTS
 
+    if shape.windows or shape.attention:
+        return False  # vLLM's own caches of other layers
     try:
         serving_layout(build(method.name, **_bits(method), **SERVER_DEFAULTS.get(method.name, {})), shape)
     except UsageError:
@@ -210,6 +220,7 @@ def reason(row: Measured, need: Need, plain: Candidate | None) -> str:
             f"{row.label} ({loss}): {own.context:,} tokens, or {own.batch:,} users."
         )
     return (
-        f"Take {row.label}, which diverges least of what fits ({loss}): {texts} take {human_bytes(own.cache)}, up to "
-        f"{own.context:,} tokens or {own.batch:,} users fit."
+        f"Take {row.label} ({loss}), which diverges least of what fits, or is faster than what does not differ from it "
+        f"by more than the errors: {texts} take {human_bytes(own.cache)}; up to {own.context:,} tokens or "
+        f"{own.batch:,} users fit."
     )

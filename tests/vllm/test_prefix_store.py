@@ -1,5 +1,6 @@
 """The prefix store without vLLM: files of blocks, the thread that writes them, and blocks as bytes."""
 
+import errno
 import multiprocessing
 import os
 import time
@@ -86,6 +87,34 @@ def test_damaged_files_are_misses_and_are_written_again(store, damage):
     path.write_bytes(damage(path.read_bytes()))
     assert store.load(key(1), NBYTES) is None
     assert key(1) not in store
+    store.save(key(1), block(1))
+    assert torch.equal(store.load(key(1), NBYTES), block(1))
+
+
+def test_other_files_in_the_folder_are_neither_counted_nor_removed(store, tmp_path):
+    other = tmp_path / "models" / "llama" / "model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(bytes(1 << 20))
+    small = PrefixStore(tmp_path, store.fingerprint, 3 * NBYTES)
+    small.save(key(1), block(1))
+    small.evict(3 * NBYTES)
+    assert key(1) not in small and other.stat().st_size == 1 << 20
+
+
+def test_a_disk_that_does_not_answer_is_a_miss_and_removes_nothing(store, monkeypatch):
+    store.save(key(1), block(1))
+
+    def fails(path, at_most):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvq_cli.vllm.prefix_store.store.read_bytes", fails)
+        assert store.load(key(1), NBYTES) is None
+    assert torch.equal(store.load(key(1), NBYTES), block(1))
+
+
+def test_a_long_fingerprint_is_read_back(tmp_path):
+    store = PrefixStore(tmp_path, json.dumps({"overrides": "x" * 9000}))
     store.save(key(1), block(1))
     assert torch.equal(store.load(key(1), NBYTES), block(1))
 

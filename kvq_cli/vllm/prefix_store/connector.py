@@ -8,6 +8,7 @@ bytes to the host, and a thread writes them (`transfers.py`). vLLM computes what
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -177,6 +178,9 @@ def _check(config: VllmConfig, kv_cache_config: Any, block_size: int) -> None:
             parallel.prefill_context_parallel_size,
         )
         > 1,
+        "no tensor parallelism: a block that one rank lacks spoils what the others store": (
+            parallel.tensor_parallel_size > 1
+        ),
         "hashes of whole blocks": spec.block_size != block_size,
         '"kv_role": "kv_both" in --kv-transfer-config': transfer.kv_role != "kv_both",
         '"kv_load_failure_policy": "recompute" in --kv-transfer-config': transfer.kv_load_failure_policy != "recompute",
@@ -196,6 +200,8 @@ def _fingerprints(config: VllmConfig, block_size: int, codes: Artifact | None) -
         "codes": None if codes is None else codes.digest,
         "cache": None,
     }
+    if "longrope" in json.dumps(model.hf_text_config.to_dict(), default=str):
+        others["max_model_len"] = model.max_model_len  # vLLM chooses the factors of RoPE by it
     if cache.cache_dtype in cache_dtypes():
         served = ServedMethod.of_flags(cache.cache_dtype, config.additional_config)
         # Pages of fp16 hold the keys and values that vLLM's own pages hold.

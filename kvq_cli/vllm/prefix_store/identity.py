@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvq_cli.errors import UsageError
 from kvq_cli.vllm.prefix_store.store import FORMAT
 from kvq_cli.vllm.prepare import weights_folder
 
@@ -16,14 +17,14 @@ _SAMPLE = 4096
 
 
 def model_identity(source: str, revision: str | None) -> str:
-    """sha256 of a model's configuration and of the start of each weight; its name where they cannot be read here.
+    """sha256 of a model's configuration and of the start of each weight. UsageError where they cannot be read here.
 
     Keys and values depend on all weights, of which an artifact's fingerprint has some. source: its folder or Hub id.
     """
     folder = weights_folder(source, revision)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
-        return f"{source}@{revision}"
+        raise UsageError(f"the prefix store needs the model's weights as safetensors files, and {source} has none here")
     digest = hashlib.sha256()
     if (config := folder / "config.json").is_file():
         digest.update(config.read_bytes())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +23,9 @@ from kvq_cli.files import cannot_write, read_bytes, remove_partial, replacing
 #: The format of the files, part of every fingerprint.
 FORMAT = 1
 _SUFFIX, _PARTIAL = ".safetensors", ".partial"
-#: Room for the header of a file.
+#: Paths of blocks, and of partial files of theirs, in the folder, which may have other files.
+_OURS = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/\.?[0-9a-f]+\.safetensors(\..+\.partial)?")
+#: Room for the header of a file, without the fingerprint.
 _HEADER = 4096
 #: The share of the capacity that is freed at once; seconds after which a partial file of another machine is removed.
 _FREED, _ABANDONED = 1 / 16, 3600
@@ -51,21 +55,22 @@ class PrefixStore:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether there is a file, which may be damaged."""
-        return self.path(key).is_file()
+        return os.path.isfile(self.path(key))  # False also where a disk does not answer
 
     def load(self, key: bytes, nbytes: int) -> Tensor | None:
         """The block, uint8 `[nbytes]`. None: there is none, or it is damaged or foreign; then its file is removed."""
         path = self.path(key)
         try:
             with reading(path):
-                data = read_bytes(path, nbytes + _HEADER)
+                data = read_bytes(path, nbytes + _HEADER + 8 * len(self.fingerprint))
                 size = int.from_bytes(data[:8], "little")
                 found = json.loads(data[8 : 8 + size])["__metadata__"]
                 block = load(data)["block"]
                 if block.dtype != torch.uint8 or block.shape != (nbytes,) or found != self._metadata(key, block):
                     raise KvqError(f"{path}: altered")
         except KvqError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno == errno.EFBIG:  # else the disk's fault, not the file's
                 with suppress(OSError):
                     path.unlink()
             return None
@@ -126,6 +131,8 @@ class PrefixStore:
         for parent, _, names in os.walk(self.folder):
             for name in names:
                 path = Path(parent, name)
+                if not _OURS.fullmatch(path.relative_to(self.folder).as_posix()):
+                    continue
                 with suppress(OSError):
                     if name.endswith(_PARTIAL):
                         remove_partial(path.with_name(name[1:].partition(_SUFFIX)[0] + _SUFFIX))
