@@ -229,18 +229,21 @@ class CompressedCache(Cache):
 
         UsageError where one of them has packed tokens whose numbers in full precision are gone (see `rollback`) or that
         are of the prompt to which the method is fit; where a layer with a sliding window has dropped tokens that the
-        next query would see; and where one has a recurrent state.
+        next query would see; and where one has a recurrent state. What a method was fit to stays the whole prompt.
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         count = min(-int(tokens_to_remove), self.get_seq_length())  # transformers 5.17 passes a tensor
         if count == 0:
-            self._crop_others(0)
+            if self.get_seq_length():
+                self._crop_others(0)
             return
         if count == self.get_seq_length():
             self.reset()  # the next tokens are a prompt of their own, of as many rows as they bring
             return
-        if (index := next((index for index, each in self.states.items() if not croppable(each)), None)) is not None:
+        left = self.get_seq_length() - count
+        kept = (index for index, each in self.states.items() if not croppable(each, count, left))
+        if (index := next(kept, None)) is not None:
             raise UsageError(
                 f"crop({-count}): layer {index} holds a state that cannot give tokens back: read the text anew"
             )
@@ -257,7 +260,6 @@ class CompressedCache(Cache):
         for layer in self.compressed:
             layer.crop(count)
         self._crop_others(count)
-        left = self.get_seq_length()
         self.rows.pads = [min(pads, left) for pads in self.rows.pads]
         self.rows.prompts = [min(n, left - pads) for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
 

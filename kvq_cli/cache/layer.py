@@ -303,6 +303,7 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- copies --------------------------------------------------------------------------------------------------
 
+    @changes_stored_tensors
     def clone(self, cross_layer: CrossLayerSum | None) -> CompressedLayer:
         """A copy that shares no tensor of the sequences; `cross_layer` is the sum of the copy's layers."""
         settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer)

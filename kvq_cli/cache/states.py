@@ -61,13 +61,18 @@ def nbytes(layer: Any) -> int:
     return sum(x.nbytes for name in _HELD for x in _tensors(getattr(layer, name, None)))
 
 
-def croppable(layer: Any) -> bool:
-    """Whether the layer can give tokens back: not behind a recurrent state, and only while it records the past, or has
-    not filled its window."""
-    if any(True for _ in _tensors(getattr(layer, "recurrent_states", None))):
+def croppable(layer: Any, tokens: int, left: int) -> bool:
+    """Whether the layer can give its last `tokens` tokens back, so that `left` remain: not behind a recurrent state,
+    and only where it still holds what the next token sees."""
+    if _tensors(getattr(layer, "recurrent_states", None)):
         return False
-    tokens = getattr(layer, "cumulative_length", None)
-    return getattr(layer, "record_past", True) or (tokens is not None and tokens < layer.get_max_length())
+    convolved = getattr(layer, "conv_states", None) or {}
+    if _tensors(convolved) and not layer.record_past:
+        return False
+    held = [(x.shape[-1], layer.conv_kernel_size[i]) for i, x in convolved.items() if x is not None]
+    if (keys := getattr(layer, "keys", None)) is not None:
+        held.append((keys.shape[2], layer.get_max_length() - 1))
+    return all(count - tokens >= min(seen, left) for count, seen in held)
 
 
 def _tensors(held: Any) -> list[Tensor]:

@@ -178,6 +178,8 @@ class Stream:
 
     def _final_of(self, span: RowSpan) -> int:
         """How many packed tokens of the rows of `span` stay packed from its pass on."""
+        if not self.rollback:
+            return self.window.packed(span.tokens)
         return max(self._final[span.rows.start], self.window.packed(span.tokens - self.rollback))
 
     def to_pack(self, span: RowSpan, x: Tensor) -> Tensor | None:

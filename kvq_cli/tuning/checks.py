@@ -46,7 +46,8 @@ def _check_candidate(plan: MixedPlan, name: str, seqlen: int) -> None:
     samples and of windows of `seqlen`."""
     loaded, settings, method = plan.loaded, plan.settings, _served_by(plan, name)
     MixedPlan.make(loaded, method, CalibrationOptions(**settings.to_dict()))
-    layer = method.plan(0, loaded.shape, artifact_specs(method, loaded.shape, 0))
+    first = loaded.shape.cached_layers[0]
+    layer = method.plan(first, loaded.shape, artifact_specs(method, loaded.shape, first))
     cached = seqlen - 1  # the last token of a window is only predicted
     for kind, stream_plan in (("keys", layer.keys), ("values", layer.values)):
         block = stream_plan.codec.block_tokens

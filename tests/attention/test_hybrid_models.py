@@ -134,6 +134,20 @@ def test_convolutions_and_chunks_give_recorded_tokens_back(model, prompt, family
         torch.testing.assert_close(model(ids[:, 12:], past_key_values=cache).logits, own, **CLOSE)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "llama4_text"])
+def test_tokens_beyond_the_record_are_not_taken_back(model, prompt, family):
+    """Assisted generation drops the record after each pass."""
+    model, (ids, _) = model(family), prompt(40)
+    with attach(model, build("fp16")) as kv, torch.no_grad():
+        cache = kv.new_cache()
+        settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **settings)
+        tokens = cache.get_seq_length()
+        with pytest.raises(UsageError, match="holds a state that cannot give tokens back"):
+            cache.crop(-25)
+        assert cache.get_seq_length() == tokens
+
+
 def test_a_pass_that_ends_behind_the_last_attention_is_refused(model, prompt, monkeypatch):
     model, (ids, _) = model("qwen3_next"), prompt(20)
     with attach(model, build("fp16")) as kv, torch.no_grad():

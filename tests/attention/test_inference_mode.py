@@ -43,6 +43,17 @@ def test_store_that_grows_in_inference_mode_is_written_outside_it(model, ids, mo
     assert made[0] == made[1]
 
 
+def test_copies_made_in_inference_mode_are_written_outside_it(model, ids):
+    with attach(model, KIVI, backend="triton", graphs=False) as kv:
+        cache = kv.new_cache()
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            copy = cache.clone()
+        with torch.no_grad():
+            expected = model(ids[:, :1], past_key_values=cache).logits
+            assert torch.equal(model(ids[:, :1], past_key_values=copy).logits, expected)
+
+
 def test_steps_captured_outside_inference_mode_begin_in_it(model, ids, monkeypatch):
     """The inputs of graphs are made at the first step, and written at all of them."""
     for module in ("cache.rows", "cache.layer", "attention.attention_hooks") if DEVICE.type == "cpu" else ():

@@ -1,6 +1,7 @@
 """The prefix store without vLLM: files of blocks, the thread that writes them, and blocks as bytes."""
 
 import errno
+import json
 import multiprocessing
 import os
 import time
