@@ -158,9 +158,8 @@ def test_pages_of_a_method_are_stored_as_they_are(engine, prompts, tmp_path):
 def config(**changes):
     """What the connector reads of a configuration, as far as `_check` does."""
     model = SimpleNamespace(use_mla=False, uses_mrope=False)
-    parallel = SimpleNamespace(
-        pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
-    )
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    parallel = SimpleNamespace(**dict.fromkeys(("tensor_parallel_size", *sizes), 1))
     transfer = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute")
     parts = {"model_config": model, "parallel_config": parallel, "kv_transfer_config": transfer}
     for name, value in changes.items():
@@ -188,6 +187,7 @@ def groups(count=1, **options):
         ({"use_mla": True}, {}, "MLA"),
         ({"uses_mrope": True}, {}, "M-RoPE"),
         ({"pipeline_parallel_size": 2}, {}, "no pipeline and context parallelism"),
+        ({"tensor_parallel_size": 2}, {}, "no tensor parallelism"),
         ({"kv_role": "kv_producer"}, {}, "kv_both"),
         ({"kv_load_failure_policy": "fail"}, {}, "recompute"),
         ({"lora_config": 1}, {}, "no --enable-lora"),
