@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -137,6 +138,8 @@ def test_convolutions_and_chunks_give_recorded_tokens_back(model, prompt, family
 @pytest.mark.parametrize("family", ["lfm2", "llama4_text"])
 def test_tokens_beyond_the_record_are_not_taken_back(model, prompt, family):
     """Assisted generation drops the record after each pass."""
+    if family == "llama4_text" and version("transformers") < "5.18":
+        pytest.skip("its chunked layers return more than their masks show in two passes without crop between them")
     model, (ids, _) = model(family), prompt(40)
     with attach(model, build("fp16")) as kv, torch.no_grad():
         cache = kv.new_cache()
