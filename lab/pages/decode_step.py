@@ -74,7 +74,7 @@ def record() -> Call:
         sys.setprofile(recorder.profile)
         model(ids[None, -1:], past_key_values=cache)
         sys.setprofile(None)
-    return recorder.root.calls[0]
+    return next(call for call in recorder.root.calls if call.room == MODEL)
 
 
 class _Recorder(TorchDispatchMode):
