@@ -164,14 +164,14 @@ list: .venv/.installed  ## List the papers' tables and figures: model, data, tim
 table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-% settings-%: .venv/.installed  # a table or figure: make table-temporalkv-6 MODEL=...
 	@$(call kvq,reproduce $@ --model $(MODEL) $(if $(OPTIONS),--options '$(OPTIONS)'))
 
-repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md.
+repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md and docs/reproduction/.
 	@$(call kvq,reproduce --all)
 	$(BIN)/python -m lab.pages.reproduction
 
 repro-fast: .venv/.installed  ## Make only the tables and figures that take little time.
 	@$(call kvq,reproduce --all --fast)
 
-reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, the measured numbers, the verdicts.
+reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md and docs/reproduction/: the papers' claims, numbers and verdicts.
 	@$(BIN)/python -m lab.pages.reproduction
 
 # Not compare-paper, which takes another hour of a core (make compare): compare-2bit has each paper's windows at 2 bits. Not options

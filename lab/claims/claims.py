@@ -32,6 +32,7 @@ class Claim:
     claim: str
     targets: Sequence[str]
     check: str = ""
+    shown: str = ""
     sizes: str = "here"
     gpu: bool = False
     why: str | Mapping[str, str] = ""
@@ -80,6 +81,14 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         name: [Pair(*pair) for pair in entry[name]] for name in ("paired", "beside") if name in entry
     }
     return Claim(**{**entry, **pairs})
+
+
+def show(verdict: Verdict, model: str, root: Path = ROOT) -> str:
+    """The number that a table prints beside the verdict; empty without one, or where it is not measured."""
+    try:
+        return Results(model, root).fill(verdict.claim.shown)
+    except MissingResult:
+        return ""
 
 
 def explain(verdict: Verdict, model: str, root: Path = ROOT) -> str:

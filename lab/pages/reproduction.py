@@ -1,6 +1,6 @@
-"""Write docs/REPRODUCTION.md, the page of the papers' claims, from result files alone.
+"""Write docs/REPRODUCTION.md and docs/reproduction/, the pages of the papers' claims, from result files alone.
 
-python -m lab.pages.reproduction [FILE [MODEL...]]    into FILE; of these models instead of the repository's two
+python -m lab.pages.reproduction [FOLDER [MODEL...]]    into FOLDER; of these models instead of the repository's two
 """
 
 from __future__ import annotations
@@ -9,77 +9,97 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
-from kvq_cli.evaluation.paired import interval
 from kvq_cli.files import write_text
-from kvq_cli.models import REFERENCE, SMOLLM2
+from kvq_cli.models import REFERENCE
 from kvq_cli.papers.run import JUDGED, OLDER, state
 from kvq_cli.papers.side_by_side import side_by_side
-from kvq_cli.papers.targets import MEASURED, ROOT, Target, paper_data, target, targets
-from lab.claims.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, explain, judge
+from kvq_cli.papers.targets import MEASURED, ROOT, Target, paper_data, targets
+from lab.claims.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, claims, judge
 from lab.claims.measured_on import measured_on
-from lab.claims.settings import AtEqualBits, Effect, Sweep
+from lab.pages.paper_claims import Verdicts, alike, name, paper_page, verdict
 
-#: How many values of a list a cell shows.
-MAX_SHOWN = 4
 PAPERS = ("TemporalKV", "SQuat", "InnerQ", "XQuant")
-#: How the page names the models.
-NAMES = {REFERENCE: "built-in model", SMOLLM2: "SmolLM2-135M"}
+INDEX, TARGETS = "REPRODUCTION.md", "reproduction/targets.md"
 
 
-def page_text(models: Sequence[str], root: Path = ROOT) -> str:
-    """Return the page as Markdown: claims with each model's numbers and verdicts, then targets with their states."""
-    verdicts = {model: [judge(claim, model, root) for claim in claims()] for model in models}
+def pages(models: Sequence[str], root: Path = ROOT) -> dict[str, str]:
+    """Return the pages as Markdown by their names in docs/: the summary, a page for each paper, and the targets."""
+    judged = [{model: judge(claim, model, root) for model in models} for claim in claims()]
+    by_paper = {paper: [each for each in judged if _claim(each).paper == paper] for paper in PAPERS}
+    papers = {_page(paper): paper_page(paper, by_paper[paper], models, root) for paper in PAPERS}
+    return {INDEX: _summary(judged, models, root), **papers, TARGETS: _targets(models, root)}
+
+
+def _page(paper: str) -> str:
+    return f"reproduction/{paper.lower()}.md"
+
+
+def _claim(each: Verdicts) -> Any:
+    return next(iter(each.values())).claim
+
+
+def _summary(judged: Sequence[Verdicts], models: Sequence[str], root: Path) -> str:
+    links = ", ".join(f"[{paper}]({_page(paper)})" for paper in PAPERS)
     parts = [
         "# Reproduction",
         _introduction(models, root),
+        f"A page for each paper has a line for each claim, its numbers and reasons folded behind it: {links}. "
+        f"[Targets]({TARGETS}) lists tables and figures, and what stands for the papers' texts and tasks.",
         "## What holds",
-        markdown(["paper", "claims", "model", *STATES], _counts(verdicts)),
+        markdown(["paper", "claims", "model", *STATES], _counts(judged, models)),
         VERDICTS,
     ]
-    for model, judged in verdicts.items():
-        if doubtful := [verdict for verdict in judged if verdict.state == BY_CHANCE]:
-            reasons = "\n".join(_reason(verdict, model, root) for verdict in doubtful)
-            parts += [f"## What may hold by chance: {_name(model)}", reasons]
-    for model, judged in verdicts.items():
-        if failing := [verdict for verdict in judged if verdict.state == FAILS]:
-            reasons = "\n".join(_reason(verdict, model, root) for verdict in failing)
-            parts += [f"## What does not hold, and why: {_name(model)}", reasons]
-    columns = [column for model in models for column in (f"{_name(model)}: numbers", "holds")]
-    for paper in PAPERS:
-        rows = [_row(each) for each in zip(*verdicts.values(), strict=True) if each[0].claim.paper == paper]
-        parts += [f"## {paper}", markdown(["source", "claim", "command", *columns], rows)]
+    for title, states in ((ON_ALL, (HOLDS, BY_CHANCE)), (ON_NONE, (FAILS,))):
+        found = [each for each in judged if all(judgement.state in states for judgement in each.values())]
+        cells = [alike(each, lambda *on: verdict(*on, root)) for each in found]
+        rows = [[_claim(each).paper, _claim(each).claim, *row] for each, row in zip(found, cells, strict=True)]
+        if rows:
+            parts += [f"## {title}", markdown(["paper", "claim", *map(name, models)], rows)]
     rankings = [row for model in models for each in targets().values() if (row := _ranking(each, model, root))]
     if rankings:
         columns = ["target", "model", "pairs of methods", "ranked alike", "of those of equal bits", "ties"]
         parts += ["## Rankings beside the papers'", RANKINGS, markdown(columns, rankings)]
-    columns = ["target", "what", *map(_name, models)]
-    parts += ["## Tables and figures", markdown(columns, [_target(each, models, root) for each in targets().values()])]
-    columns = ["target", "the paper's data", *map(_name, models)]
-    read = [each for each in targets().values() if each.paper in PAPERS and (each.eval or each.analyze)]
-    scored = [_scored(each, models) for each in read]
-    parts += ["## What stands for the papers' texts and tasks", SCORED, markdown(columns, scored)]
     return "\n\n".join(parts) + "\n"
 
 
-def _name(model: str) -> str:
-    return NAMES.get(model, model)
+def _targets(models: Sequence[str], root: Path) -> str:
+    """The page of the targets: their states, and the data that they are measured on."""
+    states = [
+        [each.id, f"{each.paper}: {each.what}", *(_state(each, m, root) for m in models)] for each in all_targets()
+    ]
+    read = [each for each in all_targets() if each.paper in PAPERS and (each.eval or each.analyze)]
+    scored = [[each.id, paper_data(each), *(measured_on(each, model) for model in models)] for each in read]
+    parts = [
+        "# Tables and figures",
+        "Generated by `make reproduction`. `make list` shows what each needs at the papers' sizes.",
+        markdown(["target", "what", *map(name, models)], states),
+        "## What stands for the papers' texts and tasks",
+        SCORED,
+        markdown(["target", "the paper's data", *map(name, models)], scored),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-#: In the place of a reason.
-UNKNOWN = "not found yet"
+def all_targets() -> Sequence[Target]:
+    """All targets in the order of targets.yaml."""
+    return list(targets().values())
+
+
+#: Titles of the lists of claims with the same verdict on all models.
+ON_ALL, ON_NONE = "What holds on every model", "What holds on none"
 #: The columns of the table of counts.
 STATES = (HOLDS, BY_CHANCE, FAILS, NOT_MEASURED, HARDWARE)
 #: The paragraph below the table of counts.
 VERDICTS = (
     "A verdict compares means over windows or answers. `holds?` marks checks that are true although the 95 % interval "
     "of a paired difference includes zero, or although a claim about methods of equal bits was measured at unequal "
-    "ones. *Paired* lists these differences: loss and KL in nats per token, scores in points, a star where the "
+    "ones. Papers' pages list these differences: loss and KL in nats per token, scores in points, a star where the "
     "interval excludes zero. *Measured* lists what other settings are worth: their KL and measured bits, and the "
     "change of KL at equal bits, from the line through the defaults at two numbers of bits, in windows of 1,024 tokens "
     "(short contexts) and with the bits of 32,768 tokens (long contexts). Calibrated methods also vary with the "
@@ -89,8 +109,8 @@ VERDICTS = (
 SCORED = (
     "Texts are excerpts in `examples/texts` (wikitext2, gsm8k, kjv), held-out Wikipedia prose (prose) and the topics "
     "of Python's documentation (pydoc); windows of the built-in model have 1,024 tokens. RULER's tasks stand for "
-    "GSM8K, LongBench and the other tasks whose answers the papers score; [EVALUATION.md](EVALUATION.md) says which of "
-    "them SmolLM2 answers."
+    "GSM8K, LongBench and the other tasks whose answers the papers score; [EVALUATION.md](../EVALUATION.md) says which "
+    "of them SmolLM2 answers."
 )
 #: The paragraph above the table of rankings.
 RANKINGS = (
@@ -114,7 +134,7 @@ def _ranking(ranked: Target, model: str, root: Path) -> list[Any] | None:
     equal = [sum(column.same_bits[index] for column in columns) for index in (0, 1)]
     return [
         ranked.id,
-        _name(model),
+        name(model),
         pairs,
         f"{same} ({_percent(same, pairs)})",
         f"{equal[0]} of {equal[1]} ({_percent(*equal)})",
@@ -127,7 +147,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _introduction(models: Sequence[str], root: Path) -> str:
-    on = " and ".join(f"the {NAMES[model]}" if model == REFERENCE else _name(model) for model in models)
+    on = " and ".join(f"the {name(model)}" if model == REFERENCE else name(model) for model in models)
     return (
         f"Generated by `make reproduction` from the files below `{ROOT}`, with kvq {__version__}, on {on}; no number "
         f"of a result file is typed by hand. {_of_earlier_versions(models, root)}Each claim is checked by "
@@ -146,82 +166,18 @@ def _of_earlier_versions(models: Sequence[str], root: Path) -> str:
         return ""
     return (
         f"**{older} of the {finished} finished targets have numbers of an earlier version of calibration or "
-        f"evaluation**: the table at the end of this page marks them `{OLDER}`, and `make TARGET MODEL=...` measures "
+        f"evaluation**: [targets]({TARGETS}) marks them `{OLDER}`, and `make TARGET MODEL=...` measures "
         "them again. "
     )
 
 
-def _counts(verdicts: Mapping[str, Sequence[Verdict]]) -> list[list[Any]]:
+def _counts(judged: Sequence[Verdicts], models: Sequence[str]) -> list[list[Any]]:
     rows = []
     for paper in (*PAPERS, "all"):
-        for model, judged in verdicts.items():
-            states = Counter(verdict.state for verdict in judged if paper in ("all", verdict.claim.paper))
-            counts = [states[name] for name in STATES]
-            rows.append([paper, sum(states.values()), _name(model), *counts])
+        for model in models:
+            states = Counter(each[model].state for each in judged if paper in ("all", _claim(each).paper))
+            rows.append([paper, sum(states.values()), name(model), *(states[state] for state in STATES)])
     return rows
-
-
-def _reason(verdict: Verdict, model: str, root: Path) -> str:
-    claim = verdict.claim
-    word = "But" if verdict.state == BY_CHANCE else "Why"
-    reason = explain(verdict, model, root) or UNKNOWN
-    text = f"- **{claim.paper}, {claim.source}**: {claim.claim} *{word}*: {reason}."
-    if verdict.differences:
-        text += f" *Paired*: {'; '.join(f'{name} {interval(each)}' for name, each in verdict.differences.items())}."
-    measured = [_setting(sweep, effect) for sweep, effect in claim.measured_reasons(model, root)]
-    return f"{text} *Measured* ([SETTINGS.md](SETTINGS.md)): {'; '.join(measured)}." if measured else text
-
-
-def _setting(sweep: Sweep, effect: Effect) -> str:
-    """What an option's value is worth beside the default: bits, KL and the verdict at equal bits."""
-    row, default = effect.measured, effect.default
-    if effect.short.verdict == effect.long.verdict:
-        found = _at_equal_bits(effect.judged)
-    else:
-        found = f"short contexts {_at_equal_bits(effect.short)}; long contexts {_at_equal_bits(effect.long)}"
-    return (
-        f"{sweep.method} `{row.change}`: KL {row.mean_kl:.3g} with {row.bits:.3g} bits, {default.mean_kl:.3g} with "
-        f"{default.bits:.3g} by default ({found})"
-    )
-
-
-def _at_equal_bits(effect: AtEqualBits) -> str:
-    mean, low, high = (f"{100 * value:+.0f}" for value in effect.relative)
-    return f"{effect.verdict}: {mean} %, 95 %: {low} to {high}"
-
-
-def _row(verdicts: Sequence[Verdict]) -> list[str]:
-    """The row of one claim, with the verdict on each model."""
-    claim = verdicts[0].claim
-    commands = "<br>".join("`make gpu`" if target(name).gpu else f"`make {name}`" for name in claim.targets)
-    results = [cell for verdict in verdicts for cell in (_numbers(verdict), verdict.state)]
-    return [claim.source, claim.claim, commands or "`kvq methods`", *results]
-
-
-def _numbers(verdict: Verdict) -> str:
-    numbers = [f"{name}: {_formatted(value)}" for name, value in verdict.numbers.items()]
-    return "<br>".join(numbers + [f"{name}: {interval(each)}" for name, each in verdict.differences.items()])
-
-
-def _formatted(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_formatted(entry)}" for key, entry in list(value.items())[:MAX_SHOWN])
-    if isinstance(value, (list, tuple)):
-        more = f", ... ({len(value)})" if len(value) > MAX_SHOWN else ""
-        return ", ".join(map(_formatted, value[:MAX_SHOWN])) + more
-    return str(value)
-
-
-def _target(listed: Target, models: Sequence[str], root: Path) -> list[str]:
-    return [listed.id, f"{listed.paper}: {listed.what}", *(_state(listed, model, root) for model in models)]
-
-
-def _scored(listed: Target, models: Sequence[str]) -> list[str]:
-    return [listed.id, paper_data(listed), *(measured_on(listed, model) for model in models)]
 
 
 def _state(listed: Target, model: str, root: Path) -> str:
@@ -232,5 +188,6 @@ def _state(listed: Target, model: str, root: Path) -> str:
 
 
 if __name__ == "__main__":
-    file, *models = sys.argv[1:] or ["docs/REPRODUCTION.md"]
-    write_text(Path(file), page_text(models or MEASURED))
+    folder, *models = sys.argv[1:] or ["docs"]
+    for file, text in pages(models or MEASURED).items():
+        write_text(Path(folder) / file, text)

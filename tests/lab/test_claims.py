@@ -28,7 +28,7 @@ from lab.claims.claims import (
     judge,
 )
 from lab.claims.pairs import KL, LOSS, SCORE, Pair
-from lab.pages.reproduction import page_text
+from lab.pages.reproduction import pages
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_claim_on_a_method_that_failed_is_not_measured(result, failed):
     assert judge(LOWER, REFERENCE, root).state == NOT_MEASURED
     left = claim(f'kvq("table-temporalkv-4", {rows[1 - failed]!r}) < 10')
     assert judge(left, REFERENCE, root).state == HOLDS
-    assert page_text([REFERENCE], root)
+    assert "".join(pages([REFERENCE], root).values())
 
 
 def test_a_claim_on_a_task_of_other_sizes_is_not_measured(result):
@@ -258,7 +258,7 @@ def test_the_page_counts_pairs_ranked_alike(result):
     # The paper's order, but XQuant-2bit above KIVI*-2bit: one pair of equal bits in each of the 4 columns.
     name = "table-xquant-b1"
     order = [1.0, 1.2, 1.1, 1.05, 1.5, 1.4, 1.3, 2.0, 2.1, 1.9]
-    page = page_text([REFERENCE], result(name, comparison(name, order)))
+    page = "".join(pages([REFERENCE], result(name, comparison(name, order))).values())
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | built-in model | 1"))
     pairs, alike, equal, ties = (cell.strip() for cell in line.strip("|").split("|")[2:])
     assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)" and ties == "0"
@@ -266,10 +266,11 @@ def test_the_page_counts_pairs_ranked_alike(result):
 
 def test_the_page_has_all_claims_with_computed_numbers(result, tmp_path):
     root = result("table-temporalkv-4", comparison("table-temporalkv-4", [11.25, 5.5]))
-    page = page_text([REFERENCE], root)
+    page = "".join(pages([REFERENCE], root).values())
     assert all(entry.claim in page for entry in claims())
-    assert "w/ sink compression perplexity: 11.25" in page and "w/o sink compression perplexity: 5.5" in page
-    assert "11.25" not in page_text([REFERENCE], tmp_path / "empty")
+    assert "| w/ sink compression perplexity | 11.25 |" in page and "| w/o sink compression perplexity | 5.5 |" in page
+    assert "2.05 times" in page
+    assert "11.25" not in "".join(pages([REFERENCE], tmp_path / "empty").values())
 
 
 def test_every_abstract_has_claims():

@@ -10,7 +10,7 @@ from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.run import OLDER, state
 from kvq_cli.papers.targets import target
 from lab.claims.claims import FAILS, HOLDS, NOT_MEASURED, Claim, judge
-from lab.pages.reproduction import page_text
+from lab.pages.reproduction import pages
 
 CHECKOUT = Path(__file__).parents[2]
 STUDY = "figure-temporalkv-15"
@@ -29,12 +29,12 @@ def test_a_result_of_an_earlier_version_is_judged(finished):
 
 def test_the_page_says_which_numbers_are_of_an_earlier_version(finished):
     root = finished(target("settings-kivi"))
-    assert "earlier version" not in page_text([REFERENCE], root)
+    assert "earlier version" not in "".join(pages([REFERENCE], root).values())
     finished(target("settings-gear"), results=None)
-    page = page_text([REFERENCE], root)
+    page = "".join(pages([REFERENCE], root).values())
     assert "**1 of the 2 finished targets have numbers of an earlier version" in page.split("## ")[0]
     assert [line.split("|")[1].strip() for line in page.splitlines() if f"| {OLDER}" in line] == ["settings-gear"]
-    models = page_text([SMOLLM2, REFERENCE], root)
+    models = "".join(pages([SMOLLM2, REFERENCE], root).values())
     assert "on SmolLM2-135M and the built-in model;" in models and "on the SmolLM2" not in models
 
 
@@ -43,4 +43,4 @@ def test_a_ranking_of_an_earlier_version_is_on_the_page(finished):
     published = json.loads((CHECKOUT / entry.result(REFERENCE)).read_text())
     root = finished(entry, document=published, results=1)
     assert state(entry, REFERENCE, root) == OLDER
-    assert "| table-innerq-1 | built-in model |" in page_text([REFERENCE], root)
+    assert "| table-innerq-1 | built-in model |" in "".join(pages([REFERENCE], root).values())

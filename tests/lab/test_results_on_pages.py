@@ -11,7 +11,7 @@ from kvq_cli.evaluation.formats import markdown, with_best
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.papers.targets import MEASURED, ROOT
 from lab.claims.claims import BY_CHANCE, FAILS, NOT_READ, Verdict, claims, explain
-from lab.pages.reproduction import page_text
+from lab.pages.reproduction import pages
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,7 +27,9 @@ def clone(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("clone")
 def test_reproduction_md_is_computed_from_the_repositorys_results():
-    assert page_text(MEASURED) == (REPOSITORY / "docs" / "REPRODUCTION.md").read_text(encoding="utf-8")
+    written = pages(MEASURED)
+    assert written == {name: (REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in written}
+    assert {Path(name).name for name in written} > {path.name for path in (REPOSITORY / "docs/reproduction").iterdir()}
 
 
 @pytest.mark.usefixtures("clone")

@@ -16,7 +16,7 @@ from kvq_cli.papers.scores import SCORES
 from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
 from lab.claims.claims import claims
 from lab.claims.settings import BETTER, CHANCE, SAVES, WORSE, Measured, at_equal_bits, effect, load_sweep
-from lab.pages.reproduction import page_text
+from lab.pages.reproduction import pages
 
 SHAPE = {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 64, "hidden_size": 256}
 SWEEPS = [entry for entry in targets().values() if entry.sweep]
@@ -139,14 +139,14 @@ def test_measured_settings_are_printed_beside_the_reason_of_a_claim_that_fails(t
     }
     write_json(entry.result(REFERENCE, tmp_path), {"methods": methods})
     write_json(entry.folder(REFERENCE, tmp_path) / RECORD, current_record(entry, REFERENCE))
-    assert "*Measured* ([SETTINGS.md]" not in page_text([REFERENCE], tmp_path)
+    assert "*Measured* ([SETTINGS.md]" not in "".join(pages([REFERENCE], tmp_path).values())
     kl = {"2 bits": [0.4, 0.2, 0.3], "3 bits": [0.1, 0.05, 0.1], "mode=symmetric": [0.36, 0.18, 0.27]}
     write_sweep("settings-innerq", tmp_path, dict.fromkeys(kl, 2.0) | {"3 bits": 3.0}, kl)
-    lines = [line for line in page_text([REFERENCE], tmp_path).splitlines() if "*Measured*" in line]
-    (line,) = (line for line in lines if "Choosing the mode per group" in line)
-    assert "mode=asymmetric" not in line
+    sections = pages([REFERENCE], tmp_path)["reproduction/innerq.md"].split("<summary>")
+    (section,) = (section for section in sections if "Choosing the mode per group" in section.splitlines()[0])
+    assert "mode=asymmetric" not in section
     expected = "KL 0.27 with 2 bits, 0.3 with 2 by default (better: -10 %, 95 %: -10 to -10)"
-    assert f"innerq `mode=symmetric`: {expected}" in line
+    assert f"innerq `mode=symmetric`: {expected}" in section
 
 
 def test_claims_name_measured_settings():
