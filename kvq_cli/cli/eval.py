@@ -38,7 +38,8 @@ Tasks = Annotated[
         "--task",
         "--tasks",
         metavar="NAME,...",
-        help="perplexity, ruler (13 tasks), a single task of RULER, or lm_eval:NAME for any task of lm-eval; those of "
+        help="perplexity, drift (divergence over a long answer), ruler (13 tasks), a single task of RULER, or "
+        "lm_eval:NAME for any task of lm-eval; those of "
         "the papers are " + ", ".join(group.name for group in GROUPS) + ".",
     ),
 ]
@@ -76,23 +77,31 @@ Datasets = Annotated[
     _samples(
         "--dataset",
         metavar="NAME,...",
-        help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or text files; of several, each and their mean.",
+        help="Perplexity, drift: prose, pydoc, wikitext2, c4, ptb or text files (perplexity: or self); of several, "
+        "each and their mean.",
     ),
 ]
 Seqlen = Annotated[
     int | None,
-    _samples("--seqlen", min=2, help="Perplexity: tokens per window (default: 2048; the built-in model: 1024)."),
+    _samples(
+        "--seqlen",
+        min=2,
+        help="Perplexity: tokens per window (default: 2048; the built-in model: 1024). Drift: of a prompt and its "
+        "answer (default: 2560).",
+    ),
 ]
 PromptTokens = Annotated[
     int | None,
     _samples(
         "--prompt-tokens",
         min=1,
-        help="Perplexity: length of each window's prompt, to which methods fit their state; only the tokens after it "
-        "are scored (default: half of the window).",
+        help="Perplexity, drift: length of each window's prompt, to which methods fit their state; only the tokens "
+        "after it are scored (default: half of the window; drift: a fifth).",
     ),
 ]
-Windows = Annotated[int | None, _samples("--windows", min=1, help="Perplexity: number of windows (default: --limit).")]
+Windows = Annotated[
+    int | None, _samples("--windows", min=1, help="Perplexity, drift: number of windows (default: --limit).")
+]
 HaystackFile = Annotated[
     str,
     _samples(
@@ -172,20 +181,24 @@ Batch = Annotated[
 ]
 
 
+#: Tasks on texts.
+_TEXTS = ("perplexity", "drift")
+
+
 def _families(values: Values) -> list[str]:
-    """Of each name of `--task`: perplexity, lm_eval or ruler."""
+    """Of each name of `--task`: perplexity, drift, lm_eval or ruler."""
     names = ("lm_eval" if is_lm_eval(name) else name for name in opt.listed(values["task"]))
-    return [name if name in ("perplexity", "lm_eval") else "ruler" for name in names]
+    return [name if name in (*_TEXTS, "lm_eval") else "ruler" for name in names]
 
 
 def _answers(values: Values) -> bool:
     """Whether a task has prompts, instead of windows of text."""
-    return {*_families(values)} != {"perplexity"}
+    return not {*_families(values)} <= {*_TEXTS}
 
 
 def _scores(values: Values, *texts: str) -> bool:
-    """Whether perplexity is evaluated on one of these texts."""
-    return "perplexity" in _families(values) and any(name in texts for name in opt.listed(values["dataset"]))
+    """Whether one of these texts is read."""
+    return bool({*_TEXTS} & {*_families(values)}) and any(name in texts for name in opt.listed(values["dataset"]))
 
 
 def _draws(values: Values) -> bool:
@@ -231,7 +244,7 @@ def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
             yield f"{flag} {folder}: --compare does not name {label}, which is compared, too"
 
 
-_only_perplexity = unless(lambda values: "perplexity" in _families(values), "only perplexity reads it")
+_only_texts = unless(lambda values: bool({*_TEXTS} & {*_families(values)}), "only perplexity and drift read it")
 _only_ruler = unless(lambda values: "ruler" in _families(values), "only tasks of RULER read it")
 _only_lm_eval = unless(lambda values: "lm_eval" in _families(values), "only tasks of lm-eval read it")
 _not_windows = unless(lambda values: values["windows"] is None or _answers(values), "--windows replaces it")
@@ -243,7 +256,10 @@ _only_hub = unless(
     lambda values: "lm_eval" in _families(values) or _scores(values, "wikitext2", "c4", "ptb"),
     "no task reads a data set of the Hub",
 )
-_random = unless(lambda values: _answers(values) or _scores(values, "c4", "self"), "nothing is drawn at random")
+_random = unless(
+    lambda values: _answers(values) or "drift" in _families(values) or _scores(values, "c4", "self"),
+    "nothing is drawn at random",
+)
 _drawn = unless(_draws, "it draws perplexity and RULER's mean; evaluate --task perplexity or ruler", refuse=True)
 
 
@@ -266,10 +282,10 @@ class TaskOptions:
     task: Tasks = "perplexity"
     context: Annotated[Contexts, _only_ruler] = None
     limit: Annotated[Limit, _not_windows] = None
-    dataset: Annotated[Datasets, _only_perplexity] = "prose"
-    seqlen: Annotated[Seqlen, _only_perplexity] = None
-    prompt_tokens: Annotated[PromptTokens, _only_perplexity] = None
-    windows: Annotated[Windows, _only_perplexity] = None
+    dataset: Annotated[Datasets, _only_texts] = "prose"
+    seqlen: Annotated[Seqlen, _only_texts] = None
+    prompt_tokens: Annotated[PromptTokens, _only_texts] = None
+    windows: Annotated[Windows, _only_texts] = None
     haystack: Annotated[HaystackFile, _only_essays] = "prose"
     qa_file: Annotated[QaFile, Rule(_question_notes)] = None
     templates: Annotated[Templates, _only_ruler] = "auto"

@@ -168,20 +168,33 @@ def sampled_windows(
         first = torch.randint(len(tokenizer), (samples, 1), generator=generator)
     else:
         first = torch.full((samples, 1), tokenizer.bos_token_id)
-    end = model.generation_config.eos_token_id
-    sampled = []
-    for start in first.split(batch):
-        tokens, cache = start, None
-        while tokens.shape[1] < seqlen:
-            with torch.no_grad():
-                out = model(tokens[:, -1:].to(model.device), past_key_values=cache, use_cache=True)
-            cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()
-            if end is not None:
-                logits[:, end] = -torch.inf
-            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn], dim=1)
-        sampled.append(tokens)
-    return torch.cat(sampled)
+
+    def draw(logits: Tensor) -> Tensor:
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+    return torch.cat([continued(model, start, seqlen, draw) for start in first.split(batch)])
+
+
+def continued(model: PreTrainedModel, tokens: Tensor, length: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """`tokens` `[rows, tokens]` continued to `[rows, length]` by the model with its own cache.
+
+    draw: next tokens `[rows, 1]` from float32 logits `[rows, vocabulary]`, where those of EOS are -inf.
+    """
+    ends, cache, new = never_drawn(model), None, tokens
+    while tokens.shape[1] < length:
+        with torch.no_grad():
+            out = model(new.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()
+        logits[:, ends] = -torch.inf
+        new = draw(logits)
+        tokens = torch.cat([tokens, new], dim=1)
+    return tokens
+
+
+def never_drawn(model: PreTrainedModel) -> list[int]:
+    """The tokens that end texts, which samples do not have."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
 
 
 def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -25,6 +25,9 @@ BATCH_TOKENS, MAX_BATCH = 8192, 16
 PERPLEXITY = "perplexity"
 """Name of the task of perplexity and KL divergence."""
 
+DRIFT = "drift"
+"""Name of the task of divergence over a long answer."""
+
 Tracker = Callable[[str, int, int], Callable[[int], None]]
 """`(description, total samples, samples already done)` -> callback with the number of newly finished samples."""
 

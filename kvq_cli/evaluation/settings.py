@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name, unknown_token
 from kvq_cli.errors import UsageError, did_you_mean
-from kvq_cli.evaluation.base import PERPLEXITY, Evaluation, Tracker
+from kvq_cli.evaluation.base import DRIFT, PERPLEXITY, Evaluation, Tracker
 from kvq_cli.evaluation.chat_template import uses_chat_template
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX, is_lm_eval, requested_tasks
 from kvq_cli.evaluation.lm_eval.tasks import check_names, load_tasks, require_lm_eval
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT, DEFAULT_SEQLEN = 4096, 2048
 """Default lengths of RULER and of perplexity windows, limited by the model's context length."""
 SELF_WINDOWS = 16  # default number of windows sampled from the model itself
+DRIFT_LENGTH, DRIFT_PROMPTS = 2560, 4  # default tokens of a prompt and its answer, a fifth of them the prompt
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
     """Options of an evaluation run; None selects the default given in the comment.
 
-    tasks:    `perplexity`, `ruler`, a task of RULER, or `lm_eval:NAME`.
+    tasks:    `perplexity`, `drift`, `ruler`, a task of RULER, or `lm_eval:NAME`.
     limit:    samples (windows) of each task.
     prefill:  how prompt tokens attend to each other, "compressed" or "exact".
     backend:  implementation of decode attention, "auto", "triton" or "torch".
@@ -63,7 +64,7 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            if name not in (RULER, PERPLEXITY, *TASKS) and not is_lm_eval(name):
+            if name not in (RULER, PERPLEXITY, DRIFT, *TASKS) and not is_lm_eval(name):
                 raise _unknown_task(name)
             if is_lm_eval(name):
                 require_lm_eval(name)
@@ -82,7 +83,7 @@ class EvaluationSettings:
 
 
 def _unknown_task(name: str) -> UsageError:
-    own = (RULER, PERPLEXITY, *TASKS)
+    own = (RULER, PERPLEXITY, DRIFT, *TASKS)
     hint = did_you_mean(name, own) or did_you_mean(name, [group.name for group in GROUPS], PREFIX)
     return UsageError(f"unknown task {name!r}; valid: {', '.join(own)}, {PREFIX}NAME with any task of lm-eval{hint}")
 
@@ -94,6 +95,7 @@ def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel, track: 
     """
     evaluations: list[Evaluation] = [*_ruler(settings, loaded, track)] if settings.ruler_tasks else []
     evaluations += _lm_eval(settings, loaded)
+    evaluations += [_drift(settings, loaded)] if DRIFT in settings.tasks else []
     return evaluations + ([*_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
 
 
@@ -176,6 +178,29 @@ def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[E
         yield PerplexityEvaluation(
             windows, dataset, limit, prompt_tokens, settings.prefill, name if len(names) > 1 else None, unscored
         )
+
+
+def _drift(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation:
+    import torch
+
+    from kvq_cli.evaluation.drift import PARTS, DriftEvaluation
+
+    length = settings.seqlen or loaded.default_length(DRIFT_LENGTH)
+    _check_length("--seqlen", length, loaded)
+    prompt_tokens = settings.prompt_tokens or max(1, length // 5)
+    if length - prompt_tokens < PARTS:
+        raise UsageError(
+            f"--seqlen {length}: drift needs an answer of {PARTS} tokens behind {prompt_tokens} of a prompt"
+        )
+    if SELF in settings.datasets:
+        raise UsageError(f"--dataset {SELF}: drift continues prompts of a text; give prose, pydoc or a text file")
+    each = settings.windows or settings.limit or DRIFT_PROMPTS
+    prompts = [
+        evaluation_windows(loaded.tokenizer, dataset, prompt_tokens, settings.seed, _data_dir(settings))[:each]
+        for dataset in settings.datasets
+    ]
+    answer = length - prompt_tokens
+    return DriftEvaluation(torch.cat(prompts), ",".join(settings.datasets), answer, settings.prefill, settings.seed)
 
 
 def _data_dir(settings: EvaluationSettings) -> Path | None:

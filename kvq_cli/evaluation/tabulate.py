@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq_cli.evaluation.base import PERPLEXITY
+from kvq_cli.evaluation.base import DRIFT, PERPLEXITY
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
 from kvq_cli.evaluation.ruler.tasks import RULER
 
@@ -15,6 +15,14 @@ EXACT = "fp16"  # label of the uncompressed cache
 #: Metric of perplexity -> column title, digits. Of several texts the titles of each follow with its name.
 _PERPLEXITY_COLUMNS = {"perplexity": ("perplexity", 3), "kl": ("KL to fp16", 5), "top1": ("top-1", 1)}
 
+#: Metric of drift -> column title, digits. Parts of the answer between the first and the last are in results alone.
+_DRIFT_COLUMNS = {
+    "kl": ("drift KL", 5),
+    "kl_1": ("drift KL first eighth", 5),
+    "kl_8": ("drift KL last eighth", 5),
+    "top1": ("drift top-1", 1),
+    "agreement": ("greedy tokens alike", 0),
+}
 #: Metrics of lm-eval whose best value is 100. Others on that scale, such as some tasks' ROUGE, have values above 1.
 _OF_100 = ("bleu", "chrf")
 
@@ -101,6 +109,11 @@ def _columns(documents: Mapping[str, Mapping[str, Any]]) -> list[Column]:
                 if name in _PERPLEXITY_COLUMNS:
                     title, digits = _PERPLEXITY_COLUMNS[name]
                     title += (text[1] or "").replace("_", " ", 1)
+                    columns.append(Column(title, task, metric, 1 if higher else -1, digits, name == "top1"))
+                continue
+            if task == DRIFT:
+                if name in _DRIFT_COLUMNS:
+                    title, digits = _DRIFT_COLUMNS[name]
                     columns.append(Column(title, task, metric, 1 if higher else -1, digits, name == "top1"))
                 continue
             title = "ruler mean" if task == RULER else task.removeprefix(PREFIX)

@@ -69,7 +69,7 @@ def test_options_from_yaml(evaluate, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--task", "niah"], 2, "unknown task 'niah'; valid: ruler, perplexity, niah_single_1"),
+        (["--task", "niah"], 2, "unknown task 'niah'; valid: ruler, perplexity, drift, niah_single_1"),
         (["--task", "niah_singel_1"], 2, "; did you mean 'niah_single_1'?"),
         (["--task", "gsm8k"], 2, "lm_eval:NAME with any task of lm-eval; did you mean 'lm_eval:gsm8k'?"),
         (["--compare", "fp16,zip"], 2, "unknown method 'zip'"),
