@@ -195,24 +195,13 @@ settings: .venv/.installed  ## Measure the options of each method on SmolLM2-135
 	@$(call kvq,reproduce $(SETTINGS) --model smollm2 --workers $(WORKERS))
 	$(BIN)/python -m lab.pages.settings
 
-comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked results
-	@{ cat docs/comparison-head.md; echo
-	for compared in $(COMPARED); do
-	results=results/reproduction/$$compared plot=comparison-$${compared/\/compare/}.png
+comparison: .venv/.installed pages  # docs/COMPARISON.md and docs/comparison/ from the tracked results
+	@for compared in $(COMPARED); do
+	results=results/reproduction/$$compared
 	test -e $$results || continue
-	case $$compared in smollm2/*) title=SmolLM2-135M;; *) title="Built-in model";; esac
-	case $$compared in
-	*-fair) echo "## $$title, equal windows";;
-	*-2bit) echo "## $$title, 2 bits, each paper's own windows";;
-	*-4096) echo "## $$title, 2 bits, texts of 4,096 tokens";;
-	*-8192) echo "## $$title, 2 bits, texts of 8,192 tokens";;
-	*) echo "## $$title, each paper's own windows";;
-	esac
-	echo; echo "![scores over measured bits]($$plot)"; echo
-	cat $$results/claims.md; echo
-	$(KVQ) results $$results --format markdown --plot docs/$$plot; echo
-	done; } > docs/COMPARISON.md
-	echo "written: docs/COMPARISON.md"
+	$(KVQ) results $$results --format markdown --plot docs/comparison-$${compared/\/compare/}.png > /dev/null
+	done
+	$(BIN)/python -m lab.pages.comparison
 
 pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, and COMPARISON.md's picture, from tracked results.
 	@for results in $(PAGES); do

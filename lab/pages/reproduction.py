@@ -103,7 +103,7 @@ VERDICTS = (
     "interval excludes zero. *Measured* lists what other settings are worth: their KL and measured bits, and the "
     "change of KL at equal bits, from the line through the defaults at two numbers of bits, in windows of 1,024 tokens "
     "(short contexts) and with the bits of 32,768 tokens (long contexts). Calibrated methods also vary with the "
-    "rounding of their calibration (COMPARISON.md says how much)."
+    "rounding of their calibration ([how much](comparison/measured.md))."
 )
 #: The paragraph above the table of texts and tasks.
 SCORED = (

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvq_cli.evaluation.formats import markdown, with_best
+from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.papers.targets import MEASURED, ROOT
 from lab.claims.claims import BY_CHANCE, FAILS, NOT_READ, Verdict, claims, explain
+from lab.pages import comparison
 from lab.pages.reproduction import pages
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,12 +41,29 @@ def test_every_reason_quotes_results_that_are_here(model):
             assert explain(Verdict(claim, state), model) != NOT_READ, claim.claim
 
 
+@pytest.mark.usefixtures("clone")
+def test_comparison_md_is_computed_from_the_repositorys_results():
+    written = comparison.pages()
+    assert written == {name: (REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in written}
+    committed = {f"comparison/{path.name}" for path in (REPOSITORY / "docs/comparison").iterdir()}
+    assert committed == {*written, "comparison/measured.md"} - {"COMPARISON.md"}
+
+
 COMPARISONS = sorted((REPOSITORY / ROOT).glob("*/compare-*/claims.md"))
 
 
 @pytest.mark.parametrize("claims_file", COMPARISONS, ids=lambda file: "-".join(file.parts[-3:-1]))
-def test_comparison_md_is_computed_from_the_repositorys_results(claims_file):
-    page = (REPOSITORY / "docs" / "COMPARISON.md").read_text(encoding="utf-8")
+def test_every_comparison_has_a_page(claims_file):
+    model, compared = claims_file.parts[-3:-1]
+    page = (REPOSITORY / f"docs/comparison/{model}-{compared.removeprefix('compare-')}.md").read_text(encoding="utf-8")
     table = tabulate(json.loads((claims_file.parent / "comparison.json").read_text(encoding="utf-8"))["methods"])
-    assert markdown(table.titles, with_best(table, "**{}**")) in page
-    assert claims_file.read_text(encoding="utf-8") in page
+    assert markdown(table.titles, table.cells()) in page
+    assert claims_file.read_text(encoding="utf-8").strip() in page
+
+
+def test_ranks_follow_from_paired_intervals():
+    """Two methods that differ alike in all windows are ranked; one that is better in some of them is not."""
+    lower, higher, mixed = ([0.1, 0.2, 0.3], [0.2, 0.31, 0.4], [0.05, 0.9, 0.1])
+    rows = [comparison.Row(name, {}, windows) for name, windows in zip("abc", (lower, higher, mixed), strict=True)]
+    assert [comparison._rank(row, rows) for row in rows] == ["1-2", "2-3", "1-3"]
+    assert comparison._rank(comparison.Row("d", {}, []), rows) == ""
