@@ -42,7 +42,7 @@ OLDEST_TESTS := $(addprefix tests/,attention data $(addprefix cache/test_,saved_
 	$(addprefix cli/test_,app.py bad_input.py generate.py options.py terminal_width.py) \
 	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
 
-.PHONY: help demo test lint docs docs-check artifacts list repro repro-fast reproduction smollm2 compare comparison beyond \
+.PHONY: help demo test lint docs docs-check artifacts list repro repro-fast reproduction site smollm2 compare comparison beyond \
 	settings bench pages session test-all test-changed test-oldest test-vllm gpu gpu-test gpu-bench gpu-tune \
 	gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
@@ -208,6 +208,10 @@ pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, and C
 	$(KVQ) report $$results --no-errors --out docs/comparison-smollm2-$${results##*compare-}.html
 	done
 	$(BIN)/python -m lab.pages.picture results/reproduction/smollm2/compare-2bit docs/quality.svg
+
+site: .venv/.installed  ## Build the documentation as a site of static files in build/site, without a network.
+	@$(BIN)/python -m lab.pages.site build/site
+	echo "written: build/site/index.html"
 
 session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m lab.pages.session
