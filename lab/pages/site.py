@@ -1,6 +1,6 @@
 """Build the documentation as a site of static files: README, docs/ and the pages that they link to.
 
-python -m lab.pages.site FOLDER    needs the extra [site]; nothing is loaded from the network
+python -m lab.pages.site FOLDER    needs the extra [dev]; nothing is loaded from the network
 """
 
 from __future__ import annotations
