@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from random_transforms import random_transform
 
 from kvq_cli.codecs import base
+from kvq_cli.codecs.balanced import BalancedCodec
 from kvq_cli.codecs.base import Packed, Part, Prompt
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
@@ -20,6 +21,7 @@ from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
+from kvq_cli.codecs.token_norm import TokenNormCodec
 from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.codecs.uniform import UniformCodec
 
@@ -93,6 +95,8 @@ CODECS = {
     "lloyd-max": LloydMaxCodec(3, HEAD_DIM, correct_norm=False),
     "rotated lloyd-max": RotatedCodec(LloydMaxCodec(2, HEAD_DIM), HadamardRotation(HEAD_DIM, flip=True)),
     "rotated uniform": RotatedCodec(UniformCodec(2, "channel", 16, HEAD_DIM), HadamardRotation(HEAD_DIM)),
+    **{f"balanced {axis}": BalancedCodec(3, axis, 16, HEAD_DIM, iterations=6) for axis in ("channel", "token")},
+    "tokens of equal norm": TokenNormCodec(UniformCodec(2, "channel", 16, HEAD_DIM)),
     "rotated by a matrix": RotatedCodec(UniformCodec(2, "token", 16, HEAD_DIM), matrix_rotation()),
     "outliers on uniform": outliers(UniformCodec(2, "channel", 16, HEAD_DIM)),
     "outliers per head": outliers(per_head()),

@@ -33,6 +33,8 @@ METHODS = {
     "fp16": build("fp16"),
     "kivi": build("kivi", group=16, **SMALL),
     "turboquant": build("turboquant", **SMALL),
+    "kvarn": build("kvarn", group=16, **SMALL),
+    "oscar-omni": build("oscar-omni", group=16, **SMALL),
     "squat": build("squat", group=16, **SMALL),
     "innerq": build("innerq", **SMALL),
     "innerq-hybrid_prefill": build("innerq", mode="hybrid_prefill", **SMALL),
