@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,14 +44,13 @@ class KVarN(Method):
     iterations: int = option(16, "times that columns and rows of a tile are balanced", at_least=0, at_most=64)
     sinks: int = option(128, "first tokens kept in full precision (attention sinks)", at_least=0)
     recent: int = option(0, "newest tokens kept in full precision", at_least=0)
-    buffer: int | None = option(None, "pack tokens in multiples of this many; none: tile by tile", at_least=1)
 
     @property
     def nominal_bits(self) -> float:
         return (self.bits + (self.value_bits or self.bits)) / 2
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
-        window = Window(self.sinks, self.recent, math.lcm(self.group, self.buffer or 1))
+        window = Window(self.sinks, self.recent, self.group)
 
         def stream(source: str, bits: int, axis: Axis) -> StreamPlan:
             codec = BalancedCodec(bits, axis, self.group, shape.head_dim, self.iterations)

@@ -35,6 +35,8 @@ METHODS = {
     "turboquant": build("turboquant", **SMALL),
     "kvarn": build("kvarn", group=16, **SMALL),
     "oscar-omni": build("oscar-omni", group=16, **SMALL),
+    "llama-cpp": build("llama-cpp", **SMALL),
+    "per-token-head": build("per-token-head", **SMALL),
     "squat": build("squat", group=16, **SMALL),
     "innerq": build("innerq", **SMALL),
     "innerq-hybrid_prefill": build("innerq", mode="hybrid_prefill", **SMALL),
