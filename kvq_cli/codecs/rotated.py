@@ -68,7 +68,8 @@ class HadamardRotation(ChannelRotation):
 
 class MatrixRotation(ChannelRotation):
     """R of each kv head, calibrated. matrix: `[kv_heads, head_dim, head_dim]` float32. spread: root mean square of each
-    channel before the rotation, `[kv_heads, head_dim]`: numbers above 128 times it are clamped."""
+    channel before the rotation, `[kv_heads, head_dim]`: numbers above 128 times it are clamped. Both may have one entry
+    for all heads."""
 
     def __init__(self, matrix: TensorLike, spread: TensorLike) -> None:
         self._shapes = spec_of(spread).shape, spec_of(matrix).shape
@@ -106,6 +107,7 @@ class RotatedCodec(Codec):
     def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
         self.base, self.rotation = base, rotation
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        self.joins_heads = base.joins_heads
 
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}

@@ -35,6 +35,7 @@ METHODS = {
     "turboquant": build("turboquant", **SMALL),
     "kvarn": build("kvarn", group=16, **SMALL),
     "oscar-omni": build("oscar-omni", group=16, **SMALL),
+    "oscar": build("oscar", **SMALL),
     "llama-cpp": build("llama-cpp", **SMALL),
     "per-token-head": build("per-token-head", **SMALL),
     "squat": build("squat", group=16, **SMALL),

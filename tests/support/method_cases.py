@@ -24,6 +24,8 @@ CASES = [
     ("kvarn", {"bits": 3, "group": 16, "sinks": 0, "iterations": 4}),
     ("oscar-omni", KIVI),
     ("oscar-omni", {"group": 8, "sinks": 3, "recent": 5, "pre_rope": True}),
+    ("oscar", {"sinks": 3, "recent": 5}),
+    ("oscar", {"bits": 4, "group": 8, "sinks": 0, "recent": 0, "buffer": 4}),
     ("llama-cpp", {"sinks": 3, "recent": 5}),
     ("llama-cpp", {"bits": 8, "buffer": 4}),
     ("per-token-head", {"sinks": 3, "recent": 5}),
