@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import ModelShape
 
 ERROR_MEASURE = (
-    "of the rotations R: || R R^T - I || / || I ||, their rounding; energy: share of the first direction, lambda_1 / sum "
-    "lambda, of the queries' second moments for keys, and of the values' weighted ones for values"
+    "of the rotations R: || R R^T - I || / || I ||, their rounding; energy: share of the first direction, lambda_1 / "
+    "sum lambda, of the queries' second moments for keys, and of the values' weighted ones for values"
 )
-#: Sums of a layer over the text, float64: second moments of queries `queries` `[kv_heads, D, D]`, their `count`, and
-#: sums over tokens of the mean square of a head's keys and values by channel `k`, `v` `[D]` and `tokens`, by `queries_of`; second moments
-#: of weighted values `values` `[kv_heads, D, D]` and sums of weights `weights` `[kv_heads]`, by `values_of`.
+#: Sums of a layer over the text, float64. By `queries_of`: second moments of queries `queries` `[kv_heads, D, D]`,
+#: their number `count`; mean squares of a head's keys and values by channel, `k` and `v` `[D]`, added over `tokens`
+#: tokens. By `values_of`: second moments of weighted values `values` `[kv_heads, D, D]`, and sums of weights `weights`
+#: `[kv_heads]`.
 Sums = dict[str, Tensor]
 
 
@@ -122,8 +123,8 @@ def layer_rotations(queries: Sums, values: Sums) -> tuple[dict[str, Tensor], dic
     """A layer's rotations of keys and of values from its `Sums`, and their errors, see ERROR_MEASURE.
 
     Keys: of C_Q, the mean over kv heads of their queries' second moments. Values: of C_S, the mean over kv heads of sum
-    w v v^T / sum w. Tensors, float32: `<kind>.rotation` `[1, D, D]`, whose rows are the new channels, and `<kind>.spread`
-    `[1, D]`, the root mean square of each channel before.
+    w v v^T / sum w. Tensors, float32: `<kind>.rotation` `[1, D, D]`, whose rows are the new channels, and
+    `<kind>.spread` `[1, D]`, the root mean square of each channel before.
     """
     least = torch.finfo(torch.float64).tiny
     of_kind = {

@@ -1,4 +1,4 @@
-"""Formats of other engines' KV caches: llama.cpp's blocks `q4_0` and `q8_0`, vLLM's `int4` and `fp8` per token and head.
+"""KV cache formats of other engines: llama.cpp's blocks `q4_0` and `q8_0`, vLLM's int4 and fp8 per token and head.
 
 Numbers and bytes are those of the engines; codes lie in kvq's planar words (see `bits`), not in the engines' order.
 """
@@ -103,9 +103,9 @@ class Q8_0(_ServedFormat):
 
 
 class Int4PerTokenHead(_ServedFormat):
-    """x' = (q - z) s of the head_dim numbers of a token, with s = max((max x - min x) / 15, 1e-6), z = round(-min x / s)
-    and q = round(x / s + z), both in [0, 15], halves away from zero. s is a float32 whose four lowest bits are z; q and
-    z are of the s before. 32 bits per token and head beside the codes: 4.25 bits per number at head_dim 128.
+    """x' = (q - z) s of the head_dim numbers of a token, with s = max((max x - min x) / 15, 1e-6), z = round(-min x /
+    s) and q = round(x / s + z), both in [0, 15], halves away from zero. s is a float32 whose four lowest bits are z; q
+    and z are of the s before. 32 bits per token and head beside the codes: 4.25 bits per number at head_dim 128.
     """
 
     bits, scale_dtype = 4, "float32"

@@ -19,8 +19,8 @@ from kvq_cli.methods.window import Window
 @register
 @dataclass(frozen=True)
 class Oscar(Method):
-    """Keys after RoPE and values, rotated by a matrix per layer that all heads share, are clipped per token and head and
-    quantized in groups of `group` channels. Another method than `oscar-omni`.
+    """Keys after RoPE and values, rotated by a matrix per layer that all heads share, are clipped per token and head
+    and quantized in groups of `group` channels. Another method than `oscar-omni`.
 
     The rotation is U H P. For keys, U are eigenvectors of the queries' second moments; for values, of those of values
     weighted by k^T C k, with C the queries' second moments of the kv head. H is a Hadamard matrix; P puts channels in

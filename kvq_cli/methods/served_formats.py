@@ -45,8 +45,8 @@ class LlamaCpp(ServedFormat):
     """`--cache-type-k` and `-v` `q4_0` (`bits=4`) or `q8_0` (`bits=8`): blocks of 32 channels of a token with a 16-bit
     scale, 4.5 or 8.5 bits per number.
 
-    As llama.cpp does where head_dim is a multiple of 64, keys and values are rotated by Hadamard matrices first: keys in
-    runs of the largest power of two that divides head_dim, values in runs of 64 (`rotation=off`: its environment
+    As llama.cpp does where head_dim is a multiple of 64, keys and values are rotated by Hadamard matrices first: keys
+    in runs of the largest power of two that divides head_dim, values in runs of 64 (`rotation=off`: its environment
     variable LLAMA_ATTN_ROT_DISABLE). Keys are cached after RoPE. Attention is computed in full precision from decoded
     numbers, where llama.cpp's CPU path rounds queries to 8 bits. A head_dim that is no multiple of 32, which llama.cpp
     refuses, has smaller blocks here.

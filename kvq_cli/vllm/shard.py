@@ -59,8 +59,8 @@ class Shard:
         plan = method.plan(layer, self.shape(shape), head_tensors(method, layer, shape, tensors, heads))
         if shape.kv_heads > 1 and any(stream.codec.joins_heads for stream in plan.kept):
             raise UsageError(
-                f"method {method.name} cannot be served with tensor parallelism: it divides a token by one norm of all kv "
-                "heads, of which a rank has some"
+                f"method {method.name} cannot be served with tensor parallelism: it divides a token by one norm of all "
+                "kv heads, of which a rank has some; use another method"
             )
         return replace(plan, keys=self._gathered(plan.keys, shape), values=self._gathered(plan.values, shape))
 

@@ -52,7 +52,9 @@ def activations(tiny) -> list[dict[str, np.ndarray]]:
     for i in range(len(layers)):
         q, k, v = (torch.stack(found[i, name]).transpose(1, 2) for name in "qkv")
         rotated = (*apply_rotary_pos_emb(q, k, cos, sin), v)
-        by_layer.append({n: x.transpose(1, 2).flatten(0, 1).double().numpy() for n, x in zip("qkv", rotated, strict=True)})
+        by_layer.append(
+            {n: x.transpose(1, 2).flatten(0, 1).double().numpy() for n, x in zip("qkv", rotated, strict=True)}
+        )
     return by_layer
 
 

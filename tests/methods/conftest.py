@@ -28,7 +28,10 @@ def model_shape(layers=2, kv_heads=2, head_dim=64, dtype="float16") -> ModelShap
 
 
 def layer_tensors(
-    spec: CalibrationSpec | TransformSpec | MixedSpec | RotationSpec, shape: ModelShape, choice: list[int], seed: int = 0
+    spec: CalibrationSpec | TransformSpec | MixedSpec | RotationSpec,
+    shape: ModelShape,
+    choice: list[int],
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """One layer's tensors under their names in the artifact, without `layers.<i>.`; of a mixed method the first's."""
     if isinstance(spec, MixedSpec):

@@ -135,7 +135,7 @@ def _orthogonal(tensors: Mapping[str, Tensor], kind: str = "") -> dict[str, Tens
 def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not spec.captures:
         ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.factors(layer)}
-        ranks |= {kind: shape.head_dim for kind in spec.rotations(layer)}
+        ranks |= dict.fromkeys(spec.rotations(layer), shape.head_dim)
         return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
     entry: dict[str, Any] = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
     errors = {}

@@ -23,7 +23,7 @@ from kvq_cli.models import LoadedModel
 
 @dataclass(frozen=True)
 class RotationPlan(FactorPlan):
-    """Rotations of each layer, from sums over a text that is read twice: of queries, then of values that these weight."""
+    """Rotations of each layer, from sums over a text that is read twice: of queries, then of weighted values."""
 
     measure = spectral.ERROR_MEASURE
 
