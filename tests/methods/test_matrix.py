@@ -36,7 +36,7 @@ METHODS = [
     *(("oscar-omni", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
     ("oscar-omni", {"group": 16, "residual": 16, "pre_rope": True}),
     *(("oscar", {"bits": bits, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
-    ("oscar", {"group": 32, "key_clip": 1.0, "sinks": 3, "recent": 0, "buffer": 4}),
+    ("oscar", {"group": 16, "key_clip": 1.0, "sinks": 3, "recent": 0, "buffer": 4}),
     *(("llama-cpp", {"bits": bits, "sinks": 3}) for bits in (4, 8)),
     *(("per-token-head", {"bits": bits, "recent": 5, "buffer": 4}) for bits in (4, 8)),
     *(("kvquant", {"bits": bits, "recent": 3}) for bits in (1, 2, 3, 4, 8)),
