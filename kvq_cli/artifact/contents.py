@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, Whole, check_form
 from kvq_cli.artifact.stored import StoredTensor, check_tensor
-from kvq_cli.artifact.streams import STREAMS, TransformCheck, check_bytes
+from kvq_cli.artifact.streams import STREAMS, TransformCheck, check_bytes, check_rotation
 from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import Method, ModelShape
@@ -74,6 +74,9 @@ def _check_layer(tensors: Mapping[str, StoredTensor], spec: Spec, shape: ModelSh
     choices = {kind: stream.choice() for kind, stream in streams.items()}
     _check_layout(tensors, spec.layout(shape, layer, choices), prefix)
     ranks = {name: tensors[f"{name}.down"].spec.shape[1] for name in spec.factors(layer)}
+    for kind in spec.rotations(layer):
+        check_rotation(kind, tensors, prefix)
+        ranks[kind] = shape.head_dim
     form: dict[str, Form] = {
         name: {"rank": Whole(rank, rank), "residual": float, "energy": float} for name, rank in ranks.items()
     }

@@ -16,7 +16,8 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     layers = config["errors"]["layers"]
     named = dict(zip(cached_layers(config), layers, strict=True))
     if "captured" not in config:
-        weights = {"k": "W_k", "v": "W_v", "x": "[W_k W_v]"}
+        rotated = "k.rotation" in config["sizes"]
+        weights = {"k": "keys", "v": "values"} if rotated else {"k": "W_k", "v": "W_v", "x": "[W_k W_v]"}
         rows = [
             [index, weights[name], factor["rank"], factor["residual"], factor["energy"]]
             for index, layer in named.items()

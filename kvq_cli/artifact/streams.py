@@ -100,11 +100,7 @@ class CodebookCheck(StreamCheck):
     def check(self, choice: Sequence[Any], *, alone: bool) -> None:
         spec, prefix, kind = self.spec.stream(self.kind), self.prefix, self.kind
         if spec.rotation == "opq":
-            rotation = self.get("rotation")
-            undone, identity = rotation @ rotation.swapaxes(1, 2), np.eye(rotation.shape[1])
-            if not np.allclose(undone, identity, rtol=0, atol=_INVERSE_TOLERANCE):
-                raise KvqError(f"{self.where('rotation')} is not orthogonal")
-            self.check_not_negative("spread")
+            check_rotation(kind, self.tensors, prefix)
         names = [name for name in ("mean", "std", "lower", "upper") if f"{kind}.{name}" in self.tensors]
         if "std" in names:
             self.check_not_negative("std")
@@ -178,6 +174,16 @@ STREAMS: dict[type[StreamSpec], type[StreamCheck]] = {
     CalibrationSpec: CodebookCheck,
     TransformSpec: TransformCheck,
 }
+
+
+def check_rotation(kind: str, tensors: Mapping[str, StoredTensor], prefix: str) -> None:
+    """Raise KvqError unless a stream's `rotation` is orthogonal and no number of its `spread` negative."""
+    rotation = tensors[f"{kind}.rotation"].exact
+    undone, identity = rotation @ rotation.swapaxes(1, 2), np.eye(rotation.shape[1])
+    if not np.allclose(undone, identity, rtol=0, atol=_INVERSE_TOLERANCE):
+        raise KvqError(f"tensor {prefix}{kind}.rotation is not orthogonal")
+    if (tensors[f"{kind}.spread"].exact < 0).any():
+        raise KvqError(f"tensor {prefix}{kind}.spread has negative numbers")
 
 
 def check_bytes(nbytes: int, most: int, what: str) -> None:

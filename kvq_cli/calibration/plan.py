@@ -6,10 +6,11 @@ from kvq_cli.calibration.kinds.base import CalibrationPlan
 from kvq_cli.calibration.kinds.codebooks import CodebookPlan
 from kvq_cli.calibration.kinds.factors import FactorPlan, LowRankPlan
 from kvq_cli.calibration.kinds.mixed import MixedPlan
+from kvq_cli.calibration.kinds.rotations import RotationPlan
 from kvq_cli.calibration.kinds.transforms import TransformPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.methods.base import Method
-from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, Spec
+from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, RotationSpec, Spec
 from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
 from kvq_cli.models import LoadedModel
 
@@ -19,6 +20,7 @@ KINDS: dict[type[Spec], type[CalibrationPlan]] = {
     MixedSpec: MixedPlan,
     FactorSpec: FactorPlan,
     LowRankSpec: LowRankPlan,
+    RotationSpec: RotationPlan,
 }
 
 

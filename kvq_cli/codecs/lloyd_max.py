@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless
 from kvq_cli.codecs.layout import Layout, PartSpec
+from kvq_cli.codecs.ordered_sum import ordered_sum
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
@@ -52,7 +53,7 @@ class LloydMaxCodec(Codec):
 
     def _encode(self, x: Tensor) -> Packed:
         x = x.float()
-        norm = _total(x * x).sqrt_()
+        norm = ordered_sum(x * x).sqrt_()
         unit = x / norm.masked_fill(norm == 0, 1)
         codes = torch.bucketize(unit, _tables(self.bits, self.head_dim, x.device)[1], out_int32=True, right=True)
         norm = norm.clamp_(max=torch.finfo(torch.float16).max).half()
@@ -63,18 +64,8 @@ class LloydMaxCodec(Codec):
         x = _tables(self.bits, self.head_dim, codes.device)[0][codes.int()]
         norm = packed.parts["norm"].tensor.float()
         if self.correct_norm:
-            norm = norm / _total(x * x).sqrt_()
+            norm = norm / ordered_sum(x * x).sqrt_()
         return x.mul_(norm).to(dtype)
-
-
-def _total(x: Tensor) -> Tensor:
-    """The sum over the last dimension, which is kept, in a fixed order of additions: a sum of PyTorch's may round
-    differently for other shapes."""
-    while (width := x.shape[-1]) > 1:
-        half = width // 2
-        paired = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([paired, x[..., -1:]], dim=-1) if width % 2 else paired
-    return x
 
 
 @cache

@@ -12,6 +12,7 @@ from kvq_cli.codecs.base import Codec, Packed
 from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.hadamard import factors, hadamard
 from kvq_cli.codecs.layout import Layout, TensorLike, TensorSpec, spec_of
+from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -45,25 +46,30 @@ class ChannelRotation(ABC):
 class HadamardRotation(ChannelRotation):
     """R = H D: H is the orthonormal Hadamard matrix of head_dim, D flips signs.
 
-    flip: D flips random signs, one table for all heads and layers of a process; off: D is the identity.
-    Raises UsageError for a head_dim that has no Hadamard matrix here (`hadamard.factors`).
+    flip:  D flips random signs, one table for all heads and layers of a process; off: D is the identity.
+    block: H is that of so many channels, for each run of them (block-diagonal), and D repeats; None: of head_dim.
+    Raises UsageError for a block that has no Hadamard matrix here (`hadamard.factors`), or does not divide head_dim.
     """
 
-    def __init__(self, head_dim: int, flip: bool = False) -> None:
-        factors(head_dim)
-        self._head_dim, self._flip = head_dim, flip
+    def __init__(self, head_dim: int, flip: bool = False, block: int | None = None) -> None:
+        self._block, self._flip = block or head_dim, flip
+        factors(self._block)
+        if head_dim % self._block:
+            raise UsageError(f"a Hadamard rotation of {block} channels does not divide head_dim={head_dim}")
 
     def ahead(self, x: Tensor) -> Tensor:
-        return hadamard(x.float() * random_signs(self._head_dim, x.device) if self._flip else x)
+        x = x.unflatten(-1, (-1, self._block))
+        return hadamard(x.float() * random_signs(self._block, x.device) if self._flip else x).flatten(-2)
 
     def back(self, y: Tensor) -> Tensor:
-        x = hadamard(y, inverse=True)
-        return x.mul_(random_signs(self._head_dim, x.device)) if self._flip else x
+        x = hadamard(y.unflatten(-1, (-1, self._block)), inverse=True)
+        return (x.mul_(random_signs(self._block, x.device)) if self._flip else x).flatten(-2)
 
 
 class MatrixRotation(ChannelRotation):
     """R of each kv head, calibrated. matrix: `[kv_heads, head_dim, head_dim]` float32. spread: root mean square of each
-    channel before the rotation, `[kv_heads, head_dim]`: numbers above 128 times it are clamped."""
+    channel before the rotation, `[kv_heads, head_dim]`: numbers above 128 times it are clamped. Both may have one entry
+    for all heads."""
 
     def __init__(self, matrix: TensorLike, spread: TensorLike) -> None:
         self._shapes = spec_of(spread).shape, spec_of(matrix).shape
@@ -101,6 +107,7 @@ class RotatedCodec(Codec):
     def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
         self.base, self.rotation = base, rotation
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        self.joins_heads = base.joins_heads
 
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}

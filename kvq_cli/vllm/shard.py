@@ -1,8 +1,9 @@
 """The kv heads of one rank under tensor parallelism: the rank's shape, artifact tensors and plans.
 
 vLLM gives each of N ranks kv_heads / N heads; where N is larger, N / kv_heads ranks hold the same head. Codecs treat
-each head apart, so that a rank's plan is made of the tensors of its heads. Two codecs do not: KVQuant's values have one
-range and one list of outliers for a token of all heads (`gathered`), and a joined transform of klt cannot be cut.
+each head apart, so that a rank's plan is made of the tensors of its heads. Three codecs do not: KVQuant's values have
+one range and one list of outliers for a token of all heads (`gathered`); a joined transform of klt cannot be cut; and
+OScaR's norm of a token is of all heads, which is refused.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Shard:
             return method.plan(layer, shape, tensors)
         heads = self.heads(shape.kv_heads)
         plan = method.plan(layer, self.shape(shape), head_tensors(method, layer, shape, tensors, heads))
+        if shape.kv_heads > 1 and any(stream.codec.joins_heads for stream in plan.kept):
+            raise UsageError(
+                f"method {method.name} cannot be served with tensor parallelism: it divides a token by one norm of all "
+                "kv heads, of which a rank has some; use another method"
+            )
         return replace(plan, keys=self._gathered(plan.keys, shape), values=self._gathered(plan.values, shape))
 
     def _gathered(self, stream: StreamPlan, shape: ModelShape) -> StreamPlan:

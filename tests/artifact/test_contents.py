@@ -32,6 +32,7 @@ METHODS = {
     "mixed": build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit"),
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
+    "oscar": build("oscar"),
     "palu": build("palu"),
     "palu of the weights": build("palu", heads=1, whiten=False),
 }
@@ -142,6 +143,7 @@ def test_transforms_that_do_not_fit_are_refused(parts_of, refused, name, change,
     refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
 
 
+@pytest.mark.parametrize("method", ["channelkv with opq", "oscar"])
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -149,8 +151,8 @@ def test_transforms_that_do_not_fit_are_refused(parts_of, refused, name, change,
         ("spread", lambda t: -t, "k.spread has negative numbers"),
     ],
 )
-def test_rotations_that_are_none_are_refused(parts_of, refused, name, change, says):
-    config, tensors = parts_of("channelkv with opq")
+def test_rotations_that_are_none_are_refused(parts_of, refused, method, name, change, says):
+    config, tensors = parts_of(method)
     refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
 
 

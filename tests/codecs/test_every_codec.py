@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from random_transforms import random_transform
 
 from kvq_cli.codecs import base
+from kvq_cli.codecs.balanced import BalancedCodec
 from kvq_cli.codecs.base import Packed, Part, Prompt
+from kvq_cli.codecs.clipped import ClippedCodec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
@@ -18,8 +20,10 @@ from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
+from kvq_cli.codecs.served_formats import Q4_0, Q8_0, Fp8PerTokenHead, Int4PerTokenHead
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
+from kvq_cli.codecs.token_norm import TokenNormCodec
 from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.codecs.uniform import UniformCodec
 
@@ -47,8 +51,8 @@ def transform(widths, groups, values, gain=True):
     return TransformCodec(HEADS, random_transform(widths, groups, HEADS * HEAD_DIM // groups, noise, gain), values)
 
 
-def matrix_rotation():
-    return MatrixRotation(torch.linalg.qr(draw(HEADS, HEAD_DIM, HEAD_DIM)).Q, torch.ones(HEADS, HEAD_DIM))
+def matrix_rotation(heads=HEADS):
+    return MatrixRotation(torch.linalg.qr(draw(heads, HEAD_DIM, HEAD_DIM)).Q, torch.ones(heads, HEAD_DIM))
 
 
 def one_for_all(entries):
@@ -93,6 +97,14 @@ CODECS = {
     "lloyd-max": LloydMaxCodec(3, HEAD_DIM, correct_norm=False),
     "rotated lloyd-max": RotatedCodec(LloydMaxCodec(2, HEAD_DIM), HadamardRotation(HEAD_DIM, flip=True)),
     "rotated uniform": RotatedCodec(UniformCodec(2, "channel", 16, HEAD_DIM), HadamardRotation(HEAD_DIM)),
+    **{f"balanced {axis}": BalancedCodec(3, axis, 16, HEAD_DIM, iterations=6) for axis in ("channel", "token")},
+    "tokens of equal norm": TokenNormCodec(UniformCodec(2, "channel", 16, HEAD_DIM)),
+    **{each.__name__: each(HEAD_DIM) for each in (Q4_0, Q8_0, Int4PerTokenHead, Fp8PerTokenHead)},
+    "rotated in blocks": RotatedCodec(Q4_0(HEAD_DIM), HadamardRotation(HEAD_DIM, flip=True, block=16)),
+    "clipped": ClippedCodec(UniformCodec(2, "token", 16, HEAD_DIM), 0.9),
+    "clipped, rotated by one matrix for all heads": RotatedCodec(
+        ClippedCodec(UniformCodec(2, "token", 16, HEAD_DIM), 0.9), matrix_rotation(heads=1)
+    ),
     "rotated by a matrix": RotatedCodec(UniformCodec(2, "token", 16, HEAD_DIM), matrix_rotation()),
     "outliers on uniform": outliers(UniformCodec(2, "channel", 16, HEAD_DIM)),
     "outliers per head": outliers(per_head()),

@@ -13,7 +13,7 @@ from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
-from kvq_cli.methods.specs import CalibrationSpec
+from kvq_cli.methods.specs import CalibrationSpec, RotationSpec
 from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
 from kvq_cli.models import load_model
 
@@ -28,7 +28,10 @@ def model_shape(layers=2, kv_heads=2, head_dim=64, dtype="float16") -> ModelShap
 
 
 def layer_tensors(
-    spec: CalibrationSpec | TransformSpec | MixedSpec, shape: ModelShape, choice: list[int], seed: int = 0
+    spec: CalibrationSpec | TransformSpec | MixedSpec | RotationSpec,
+    shape: ModelShape,
+    choice: list[int],
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """One layer's tensors under their names in the artifact, without `layers.<i>.`; of a mixed method the first's."""
     if isinstance(spec, MixedSpec):
@@ -42,6 +45,11 @@ def layer_tensors(
         return torch.randn(*size, generator=generator)
 
     tensors = {}
+    if isinstance(spec, RotationSpec):
+        for kind in "kv":
+            tensors[f"{kind}.rotation"] = torch.linalg.qr(draw(1, shape.head_dim, shape.head_dim)).Q
+            tensors[f"{kind}.spread"] = torch.ones(1, shape.head_dim)
+        return tensors
     for kind, stream in (("k", spec.keys), ("v", spec.values)):
         tensors[f"{kind}.choice"] = torch.tensor(choice, dtype=torch.int8)
         for index in set(choice):

@@ -18,7 +18,7 @@ from kvq_cli.papers.targets import targets
 WINDOWS = {"sinks": "8", "recent": "32", "buffer": "32"}
 #: Methods that have no `buffer` pack by one of the other two.
 SHARED = {"sinks": "8", "recent": "32", "residual": "32", "buffer": "32", "group": "32"}
-NO_BUFFER = {"gear", "zipcache", "xquant", "xquant-cl"}
+NO_BUFFER = {"gear", "kvarn", "zipcache", "xquant", "xquant-cl"}
 LENGTHS = range(301)
 EQUAL = [n if n < 40 else 40 + (n - 40) % 32 for n in LENGTHS]
 #: Of more layers than XQuant-CL caches without differences. XQuant keeps X where that is smaller than keys and values.

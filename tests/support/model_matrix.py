@@ -277,9 +277,11 @@ def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
 
 
 def small_method(name: str) -> Method:
-    """The method at 2 bits with groups and windows that fit the tiny models."""
+    """The method at 2 bits, or the fewest that it has, with groups and windows that fit the tiny models."""
     wanted = {"bits": 2, "group": 16, "residual": 16, "sinks": 2, "recent": 4}
-    known = {option.name for option in fields(method_class(name))}
+    known = {option.name: option.metadata["choices"] for option in fields(method_class(name))}
+    if known.get("bits") and 2 not in known["bits"]:
+        wanted["bits"] = min(known["bits"])
     return build(name, **{key: value for key, value in wanted.items() if key in known})
 
 

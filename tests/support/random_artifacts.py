@@ -95,8 +95,10 @@ def _factors(spec: Spec, model: PreTrainedModel, layer: int) -> dict[str, Tensor
 
 def _layer(spec: Spec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
     if not spec.captures:
-        layout = spec.layout(shape, layer, {})
-        return random_tensors(layout, generator)
+        tensors = random_tensors(spec.layout(shape, layer, {}), generator)
+        for kind in spec.rotations(layer):
+            tensors |= _orthogonal(tensors, kind)
+        return tensors
     tensors = {}
     for kind, one in spec.parts(layer).items():
         if isinstance(one, TransformSpec):
@@ -115,8 +117,7 @@ def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: t
     if "std" in tensors:
         tensors["std"] = tensors["std"].abs() + 0.5
     if "rotation" in tensors:
-        tensors["rotation"] = torch.linalg.qr(tensors["rotation"]).Q.contiguous()
-        tensors["spread"] = tensors["spread"].abs() + 0.5
+        tensors |= _orthogonal(tensors)
     if "lower" in tensors:
         lower, upper = -tensors["lower"].abs() - 1, tensors["upper"].abs() + 1
         tensors |= {"lower": lower, "upper": upper}
@@ -125,9 +126,16 @@ def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: t
     return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
 
 
+def _orthogonal(tensors: Mapping[str, Tensor], kind: str = "") -> dict[str, Tensor]:
+    """An orthogonal rotation, and a spread above 0, in place of random ones."""
+    rotation, spread = (f"{kind}.{name}".lstrip(".") for name in ("rotation", "spread"))
+    return {rotation: torch.linalg.qr(tensors[rotation]).Q.contiguous(), spread: tensors[spread].abs() + 0.5}
+
+
 def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not spec.captures:
         ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.factors(layer)}
+        ranks |= dict.fromkeys(spec.rotations(layer), shape.head_dim)
         return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
     entry: dict[str, Any] = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
     errors = {}

@@ -20,6 +20,10 @@ METHODS = (
     "kivi:sinks=5:recent=3",
     "innerq:norm=off:sinks=0:recent=7",
     "turboquant:sinks=3",
+    "kvarn:group=32:sinks=5",
+    "oscar-omni:residual=32",
+    "llama-cpp-4bit",
+    "per-token-head-4bit:recent=7",
 )
 
 

@@ -30,6 +30,10 @@ METHODS = (
     "temporalkv",
     "temporalkv:outliers=0.01:hybrid=head:shapes=all",
     "klt",
+    "kvarn:group=32",
+    "oscar:group=16",
+    "llama-cpp-4bit",
+    "per-token-head-8bit",
     "mixed:keys=klt-1bit kivi-2bit:values=temporalkv-2bit kvquant-2bit",
 )
 TOKENS = 64
@@ -119,6 +123,12 @@ def _outlier_bytes(shape, ranks):
     plan = shard.plan(method, 0, shape, artifact_tensors(method, shape, 0))
     parts = cache_layout([plan], shard.shape(shape), 32).layers[0].values
     return sum(parts[name].nbytes(32) for name in ("outlier_index", "outlier_value"))
+
+
+def test_norms_of_all_heads_are_refused(model):
+    with pytest.raises(UsageError, match=r"oscar-omni cannot be served with tensor parallelism: .* one norm of all"):
+        Shard(0, 2).plan(build("oscar-omni"), 0, model_shape(model), {})
+    assert Shard(0, 1).plan(build("oscar-omni"), 0, model_shape(model), {}).keys.codec.joins_heads
 
 
 @pytest.mark.parametrize(
