@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,14 +83,16 @@ def push(folder: Path, repo: str, *, private: bool = False, replace: bool = Fals
             raise UsageError(f"{repo} is no artifact, and is not replaced (it holds {others[0]!r}): take another name")
         if held and not replace:
             raise UsageError(f"{repo} holds an artifact already: take another name, or pass --force to replace it")
-        commit = api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            allow_patterns=_FILES,
-            delete_patterns=["*.png"],
-            commit_message=message,
-            parent_commit=info.sha,
-        )
+        with warnings.catch_warnings():  # the Hub warns of cards without metadata
+            warnings.simplefilter("ignore", UserWarning)
+            commit = api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                allow_patterns=_FILES,
+                delete_patterns=["*.png"],
+                commit_message=message,
+                parent_commit=info.sha,
+            )
     return commit.commit_url
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.main import get_command, get_params_convertors_ctx_param_name_from_function
+from typer.main import get_command
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.failures import explain
@@ -38,9 +39,14 @@ def arguments_of(
     own: options that the caller takes as arguments of its own. Warns of options that have no effect. Raises UsageError
     for an unknown option or a wrong value.
     """
+
+    @wraps(command)
+    def values(**converted: Any) -> Any:
+        return converted
+
     name, own = command.__name__, dict(own or {})
     single = typer.Typer(add_completion=False)
-    single.command(name, cls=AnnouncingCommand)(command)
+    single.command(name, cls=AnnouncingCommand)(values)
     parser: Any = get_command(single)
     context, where = typer.Context(parser, info_name=name), f"{name}()"
     named = isinstance(model, str)
@@ -55,9 +61,8 @@ def arguments_of(
         raise UsageError(f"{where}: {explain(error)[0]}") from error
     for note in notes:
         warnings.warn(note, stacklevel=3)
-    _, convert, _ = get_params_convertors_ctx_param_name_from_function(command)
-    values = {key: convert[key](value) if key in convert else value for key, value in context.params.items()}
-    arguments = with_groups(command.__wrapped__, values)  # type: ignore[attr-defined]  # `wraps` sets it
+    # `wraps` sets __wrapped__ at run time
+    arguments = with_groups(command.__wrapped__, parser.callback(**context.params))  # type: ignore[attr-defined]
     return arguments if named else {**arguments, "model_options": Held.of(arguments["model_options"], model)}
 
 
