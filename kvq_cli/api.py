@@ -113,11 +113,10 @@ def recommend(
     each measured one in `methods`. Raises UsageError where nothing fits, with what would.
     """
     arguments = arguments_of(_recommend.recommend, options, _source(model, tokenizer))
-    found = _recommend.recommended(
-        *(arguments[key] for key in ("need_options", "dataset", "calibrate", "out", "model_options")),
-        Output(quiet=quiet),
-        "kvq_cli.recommend",
-    )
+    keys = ("need_options", "dataset", "calibrate", "out", "model_options")
+    needs, dataset, calibrates, out, loading = (arguments[key] for key in keys)
+    output = Output(quiet=quiet)
+    found = _recommend.recommended(needs, dataset, calibrates, out, loading, output, "kvq_cli.recommend")
     return found.to_dict()
 
 

@@ -63,7 +63,7 @@ def test_options_are_checked_as_on_the_command_line(tiny):  # noqa: F811
     held = {"tokenizer": tiny.tokenizer}
     with pytest.raises(UsageError, match=r"calibrate\(\): unknown key 'sample'; valid: captured, damping, "):
         calibrate(tiny.model, "temporalkv", sample=3, **held)
-    with pytest.raises(UsageError, match=r"calibrate\(\): Invalid value for '--samples': 1 is not in the range"):
+    with pytest.raises(UsageError, match=r"calibrate\(\): Invalid value for '--samples'"):
         calibrate(tiny.model, "temporalkv", samples=1, **held)
     with pytest.raises(UsageError, match="unknown key 'device'"):
         calibrate(tiny.model, "temporalkv", device="cpu", **held)

@@ -18,7 +18,7 @@ from kvq_cli.errors import KvqError, UsageError, reason
 
 #: Patterns of the files of `is_artifact_file`.
 _FILES = [CONFIG_FILE, TENSOR_FILE, CARD_FILE, "*.png"]
-_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 #: Seconds to wait for an answer before the cached snapshot is taken.
 _TIMEOUT = 10
 
@@ -77,7 +77,7 @@ def push(folder: Path, repo: str, *, private: bool = False, replace: bool = Fals
     api = huggingface_hub.HfApi()
     with _named(repo, repo, "write"):
         api.create_repo(repo, private=private or None, exist_ok=True)
-        info = api.repo_info(repo, timeout=_TIMEOUT)
+        info = api.model_info(repo, timeout=_TIMEOUT)
         held = {file.rfilename for file in info.siblings or ()} - {".gitattributes", CARD_FILE}
         if others := sorted(name for name in held if not is_artifact_file(name)):
             raise UsageError(f"{repo} is no artifact, and is not replaced (it holds {others[0]!r}): take another name")
@@ -123,5 +123,5 @@ def _named(name: Any, repo: str, doing: str = "read") -> Iterator[None]:
         ) from error
     except Exception as error:  # every HTTP backend has its own class for network errors
         status = getattr(getattr(error, "response", None), "status_code", None)
-        login = ": log in with a token that may write there (`hf auth login`, HF_TOKEN)" if status in (401, 403) else ""
+        login = f": take a token that may {doing} there (`hf auth login`, HF_TOKEN)" if status in (401, 403) else ""
         raise KvqError(f"{name}: the Hugging Face Hub: {reason(error)}{login}") from error

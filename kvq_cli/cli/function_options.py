@@ -49,9 +49,9 @@ def arguments_of(
     single.command(name, cls=AnnouncingCommand)(values)
     parser: Any = get_command(single)
     context, where = typer.Context(parser, info_name=name), f"{name}()"
-    named = isinstance(model, str)
-    opt.as_defaults(context, options, where, hidden={*_NOT_OPTIONS, *own, *(() if named else _LOADING)})
-    opt.as_defaults(context, {**own, "model": model if named else model.name or None}, where)
+    loaded = None if isinstance(model, str) else model
+    opt.as_defaults(context, options, where, hidden={*_NOT_OPTIONS, *own, *(_LOADING if loaded else ())})
+    opt.as_defaults(context, {**own, "model": (loaded.name or None) if loaded else model}, where)
     try:
         context = parser.make_context(name, [], default_map=context.default_map)
         notes = unused(parser, context.params, given_options(context))
@@ -63,7 +63,7 @@ def arguments_of(
         warnings.warn(note, stacklevel=3)
     # `wraps` sets __wrapped__ at run time
     arguments = with_groups(command.__wrapped__, parser.callback(**context.params))  # type: ignore[attr-defined]
-    return arguments if named else {**arguments, "model_options": Held.of(arguments["model_options"], model)}
+    return {**arguments, "model_options": Held.of(arguments["model_options"], loaded)} if loaded else arguments
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kvq_cli import attach
 from kvq_cli.artifact import load_artifact, read_config, save_artifact, verified_config
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
+from kvq_cli.vllm.served import ServedMethod
 
 
 @pytest.fixture
@@ -137,8 +138,9 @@ def test_names_that_are_neither_folder_nor_repository(hub, fails):
     hub.repositories["user/gated"] = Repository(gated=True)
     fails("inspect", "user/gated", code=1, says="user/gated is gated: accept its terms")
     hub.requests.clear()
-    for name in ("nothing", "./nothing", "/no/thing", "a/b/c"):
-        fails("inspect", name, code=1, says=f"no artifact at {name}: not a folder".replace("./", ""))
+    for name in ("nothing", "./nothing", "../nothing", "/no/thing", "a/b/c"):
+        with pytest.raises(KvqError, match=f"no artifact at {Path(name)}: not a folder"):
+            load_artifact(name)
     assert not hub.requests
 
 
@@ -195,3 +197,11 @@ def test_a_given_option_that_needs_another_calibration_is_refused(hub, pushed):
     assert read_config(Path("mine-2"))["method"]["bits"] == 2
     with pytest.raises(UsageError, match="bits=4: the artifact user/repo@.* was calibrated with bits=2"):
         attach(tiny_model(), "user/repo:bits=4")
+
+
+def test_servers_get_the_folder_of_the_snapshot(hub, pushed):
+    pushed()
+    artifact = load_artifact("user/repo")
+    given = ServedMethod.of(artifact).additional_config()
+    folder = Path(given["kvq"]["artifact"])
+    assert folder.name == hub.repositories["user/repo"].refs["main"] and read_config(folder) == artifact.config
