@@ -117,7 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
         url = {"url": f"{self.server.url}/{name}"}
         if name in self.server.repositories:
             return self.answer(409, url)
-        self.server.repositories[name] = Repository(private=bool(wanted.get("private")))
+        private = bool(wanted.get("private")) or wanted.get("visibility") == "private"  # of older and newer clients
+        self.server.repositories[name] = Repository(private=private)
         return self.answer(200, url)
 
     def of_repository(self, name: str, repository: Repository, rest: list[str], body: bytes) -> None:
