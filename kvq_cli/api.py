@@ -41,13 +41,14 @@ def calibrate(
     Raises UsageError for what does not fit the model or the text, or an artifact that is in the way; KvqError where
     the calibration fails.
     """
+    output = Output(quiet=quiet)  # before a library is imported, which it silences
     name, own = (None, {}) if method is None else parse(method)
     given = {"method": name, "bits": own.pop("bits", None), "set_": own}
     arguments = arguments_of(_calibrate.calibrate, options, _source(model, tokenizer), given)
     built = _calibrate.build_method(*(arguments[key] for key in ("method", "bits", "set_", "fisher")))
     data = arguments["data"]
     plan, folder = _calibrate.planned(built, data, arguments["disk"], arguments["model_options"])
-    return _calibrate.calibrated(plan, folder, data, arguments["worker_options"], Output(quiet=quiet))
+    return _calibrate.calibrated(plan, folder, data, arguments["worker_options"], output)
 
 
 def evaluate(
@@ -68,6 +69,7 @@ def evaluate(
     under `methods`. Finished samples are kept in `out` and not evaluated again.
     Raises UsageError for tasks, methods or options that cannot work; KvqError where the evaluation fails.
     """
+    output = Output(quiet=quiet)
     given = [methods] if isinstance(methods, str) or not isinstance(methods, Sequence) else list(methods)
     if not given:
         raise UsageError("evaluate(): name at least one method")
@@ -89,7 +91,7 @@ def evaluate(
         results,
         arguments["worker_options"],
         Held.of(arguments["model_options"], loaded),
-        Output(quiet=quiet),
+        output,
         "kvq_cli.evaluate",
     )
     for warning in _eval.evaluation_warnings(document):
@@ -112,10 +114,10 @@ def recommend(
     Returns the `recommended` method and the best `compressed` one by label, the `reason`, lines to `use`, and a row of
     each measured one in `methods`. Raises UsageError where nothing fits, with what would.
     """
+    output = Output(quiet=quiet)
     arguments = arguments_of(_recommend.recommend, options, _source(model, tokenizer))
     keys = ("need_options", "dataset", "calibrate", "out", "model_options")
     needs, dataset, calibrates, out, loading = (arguments[key] for key in keys)
-    output = Output(quiet=quiet)
     found = _recommend.recommended(needs, dataset, calibrates, out, loading, output, "kvq_cli.recommend")
     return found.to_dict()
 

@@ -84,7 +84,7 @@ def test_options_are_checked_as_on_the_command_line(tiny):  # noqa: F811
 def test_recommend_measures_what_fits(tmp_path, monkeypatch):
     for module, name, value in (
         (tuning, "WINDOWS", 1),
-        (tuning, "SEQLEN", 128),
+        (tuning, "SEQLEN", 256),
         (tuning, "TIMED_TOKENS", 1),
         (tuning, "ROUNDS", 1),
         (tuning, "LADDERS", (("kivi", (4, 2)),)),
@@ -95,7 +95,7 @@ def test_recommend_measures_what_fits(tmp_path, monkeypatch):
     weights = sum(parameter.nbytes for parameter in wide.model.parameters())
     with pytest.raises(UsageError, match="the weights take"):
         recommend(wide.model, tokenizer=wide.tokenizer, memory=f"{(2 * 10**9 + weights - 1) / 10**9:.9f}GB")
-    found = recommend(wide.model, tokenizer=wide.tokenizer, memory="4GB", context=128)
+    found = recommend(wide.model, tokenizer=wide.tokenizer, memory="4GB", context=256)
     assert found["recommended"] == "fp16" and found["compressed"] == "kivi-4bit"
     assert [row["label"] for row in found["methods"]] == ["kivi-4bit"] and found["methods"][0]["kl"] > 0
     assert 'attach(model, "kivi-4bit")' in found["use"]
