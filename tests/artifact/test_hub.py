@@ -128,7 +128,7 @@ def test_private_repositories_need_a_token(hub, pushed, monkeypatch, fails):
     assert pushed(2, "--private").exit_code == 0 and hub.repositories["user/repo"].private
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     fails("inspect", "user/repo", code=1, says="log in if it is private (`hf auth login`, HF_TOKEN)")
-    fails("push", "mine-2", "user/other", code=1, says="HF_TOKEN")
+    fails("push", "mine-2", "user/other", "--quiet", code=1, says="HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert load_artifact("user/repo").method_config["bits"] == 2
 
