@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvq_cli import attach, build, load_artifact
-from kvq_cli.models import load_model
+from kvq_cli import attach, load_model
 
 HERE = Path(__file__).parent
 
@@ -27,11 +26,9 @@ def main() -> None:
     inputs = loaded.tokenizer(options.prompt.read_text(encoding="utf-8").rstrip("\n"), return_tensors="pt")
     inputs = inputs.to(loaded.model.device)
     length = inputs["input_ids"].shape[1]
-    for method in (build("fp16"), build("kivi", bits=2), load_artifact(options.artifact)):
+    for method in ("fp16", "kivi-2bit", options.artifact):
         with attach(loaded.model, method) as kv:
-            output = loaded.model.generate(
-                **inputs, past_key_values=kv.new_cache(), max_new_tokens=options.tokens, do_sample=False
-            )
+            output = kv.generate(**inputs, max_new_tokens=options.tokens, do_sample=False)
             print(f"\n{kv.method.name}: {loaded.tokenizer.decode(output[0, length:])}")
             print(kv.report())
 

@@ -166,6 +166,16 @@ def _asks_for_trust(name: str) -> Iterator[None]:
         ) from error
 
 
+def model_name(model: PreTrainedModel) -> str:
+    """The name of a model as for `load_model`, by what transformers loaded it from; empty for one made in memory."""
+    from kvq_cli.reference import model_path
+
+    source = getattr(model.config, "_name_or_path", "") or ""
+    builtin = {str(model_path()): REFERENCE}
+    builtin |= {str(packaged.converted_folder(each)): name for name, each in packaged.MODELS.items()}
+    return builtin.get(source, source)
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     """The number of token ids that have an embedding; a tokenizer may have more."""
     return int(model.config.get_text_config().vocab_size)

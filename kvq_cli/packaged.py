@@ -107,6 +107,11 @@ def accepted_licenses() -> Iterator[None]:
             os.environ[ACCEPT_LICENSE] = before
 
 
+def converted_folder(model: PackagedModel) -> Path:
+    """Where the converted model is, or will be."""
+    return models_folder() / f"{model.name}-{model.sha256[:12]}"
+
+
 def model_folder(model: PackagedModel, accept_license: bool = False) -> Path:
     """The converted model in the Hugging Face format; converts it first where that was not done before.
 
@@ -114,7 +119,7 @@ def model_folder(model: PackagedModel, accept_license: bool = False) -> Path:
     KvqError where a package, or what reads it, is not installed, its file is another one, the terms are not accepted,
     or the cache folder cannot be written.
     """
-    folder = models_folder() / f"{model.name}-{model.sha256[:12]}"
+    folder = converted_folder(model)
     if is_converted(folder):
         return folder
     option, parts = f"--model {model.name}", _model_parts(model)

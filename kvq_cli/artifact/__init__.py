@@ -10,6 +10,8 @@ from kvq_cli.artifact.format import (
     save_artifact,
     verified_config,
 )
+from kvq_cli.artifact.hub import local_folder
+from kvq_cli.artifact.names import is_artifact
 
 __all__ = [
     "FORMAT",
@@ -17,7 +19,9 @@ __all__ = [
     "Fingerprint",
     "check_replaceable",
     "fingerprint",
+    "is_artifact",
     "load_artifact",
+    "local_folder",
     "read_config",
     "save_artifact",
     "verified_config",

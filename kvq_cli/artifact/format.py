@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.artifact.contents import check_contents
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
+from kvq_cli.artifact.hub import local_folder, of_snapshot
+from kvq_cli.artifact.names import CARD_FILE, CONFIG_FILE, TENSOR_FILE, is_artifact_file
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.artifact.stored import stored_tensors
 from kvq_cli.errors import KvqError, UsageError
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 #: 2: klt keeps integers instead of codes of codebooks; all else is as in format 1.
 FORMAT = 2
-CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
 #: Most bytes of a `config.json`, which is read before anything in it can be checked; one of 8 layers has 11 KiB.
 MAX_CONFIG = 64 << 20
 
@@ -47,7 +48,7 @@ class Artifact:
     config:  the contents of `config.json`: `format`, `kvq`, `method`, `model`, `calibration`, `errors`, `sizes`,
              `files`, `checksum`.
     tensors: `layers.<i>.<k|v|x>.<name>` -> tensor, on the CPU.
-    path:    the folder, for messages.
+    path:    the folder, or the id on the Hub with the commit that was read, for messages.
     """
 
     config: Mapping[str, Any]
@@ -122,21 +123,25 @@ class Artifact:
 
 
 def load_artifact(path: str | os.PathLike) -> Artifact:
-    """Read and verify an artifact.
+    """Read and verify an artifact: a folder, or a repository of the Hugging Face Hub ("user/repo@revision"), which is
+    downloaded. A folder of that name comes first; without the Hub, the cached snapshot is read.
 
     Raises KvqError naming a file that is missing, truncated, altered or too new, or the entry or tensor that the method
-    would not have written.
+    would not have written; or why the Hub does not give the repository.
     """
-    folder = Path(path)
-    config, data = _verified(folder)
+    folder = local_folder(path)
+    with of_snapshot(path, folder) as name:
+        config, data = _verified(folder)
     from safetensors.torch import load
 
-    return Artifact(config, load(data), folder)
+    return Artifact(config, load(data), name)
 
 
 def verified_config(path: str | os.PathLike) -> dict[str, Any]:
     """Verify an artifact as `load_artifact` does, and return its config alone. Needs no PyTorch."""
-    return _verified(Path(path))[0]
+    folder = local_folder(path)
+    with of_snapshot(path, folder):
+        return _verified(folder)[0]
 
 
 def _verified(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -223,14 +228,9 @@ def _not_an_artifact(folder: Path) -> str:
         return "it is a file"
     held = sorted(folder.iterdir())
     for path in held:
-        if not _is_artifact_file(path):
+        if not (path.is_file() and is_artifact_file(path.name)):
             return f"it holds {path.name!r}"
     return f"it has no {CONFIG_FILE}" if held and not (folder / CONFIG_FILE).is_file() else ""
-
-
-def _is_artifact_file(path: Path) -> bool:
-    """Whether `save_artifact` may have written the file; `.png`: a picture of the card."""
-    return path.is_file() and (path.name in (CONFIG_FILE, TENSOR_FILE, CARD_FILE) or path.suffix == ".png")
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -1,15 +1,16 @@
-"""Attach a compression method to a model, inside a `with` block.
+"""Attach a compression method to a model.
 
 Uses transformers' extension points: forward hooks, `past_key_values`, and the registries of attention and mask
-functions. No model code is copied. Only with CUDA graphs one method is replaced: `model.forward` of this one object,
-since no hook can skip a forward pass that a graph replays. Everything is undone when the block ends.
+functions. No model code is copied. Two methods of this one object are replaced: `model.generate`, to pass a compressed
+cache to it, and with CUDA graphs `model.forward`, since no hook can skip a forward pass that a graph replays. `close`,
+or the end of a `with` block, undoes everything.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,10 @@ from kvq_cli.attention.attention_hooks import NAME, AttentionHooks, recorded_sco
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, attention_modules, decoder_of
 from kvq_cli.attention.drafts import Drafts
+from kvq_cli.attention.generation import takes_new_cache
 from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.attention.projections import projections
+from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.attention.rotary import shared
 from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.attention.weight_factors import check_factors
@@ -43,11 +46,14 @@ from kvq_cli.methods.base import LayerPlan, Method
 from kvq_cli.methods.registry import from_config, to_config
 from kvq_cli.models import model_context, model_shape, text_config
 from kvq_cli.offload import compute_devices
+from kvq_cli.resolve import named
 
 PREFILLS = ("exact", "compressed")
+#: The attribute of a decoder that holds what was attached to it last.
+_NEWEST = "kvq_attached"
 
 
-class Attached:
+class Attached(AbstractContextManager["Attached"]):
     """A model with a compression method attached; returned by `attach`."""
 
     def __init__(
@@ -61,7 +67,9 @@ class Attached:
         artifact: str | None = None,
     ) -> None:
         self.model, self.method, self.prefill, self.backend = model, method, prefill, backend
-        self._artifact = artifact
+        self._artifact, self._generate = artifact, getattr(model, "generate", None)
+        #: Takes the method off the model; None once that is done.
+        self._undo: ExitStack | None = None
         self.plans, self.layers = plans, layers
         self._rematerializers = [_rematerializers(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
         backends = [backend.of(layer.index) for layer in layers]
@@ -72,6 +80,50 @@ class Attached:
         self.hooks = AttentionHooks(
             decoder_of(model), layers, plans, backends, prefill == "compressed", model_context(model.config)
         )
+
+    def install(self, graphs: bool, undo: ExitStack) -> None:
+        """Put the hooks on the model until `close`, which runs `undo`; graphs: see `attach`."""
+        # Caches refer to `self`: without this, one would be freed only when Python looks for cycles.
+        undo.callback(self.forget_cache)
+        undo.callback(forget_masks)
+        undo.enter_context(replaced_attribute(decoder_of(self.model), _NEWEST, self))
+        self.hooks.install(undo)
+        undo.callback(self.model.register_forward_hook(self.hooks.check_logits, with_kwargs=True).remove)
+        Drafts(self.model, self.hooks).install(undo)
+        if self._generate is not None:
+            undo.enter_context(replaced_attribute(self.model, "generate", self.generate))
+        if graphs and self.model.device.type == "cuda" and self.backend.engine is not None:
+            undo.enter_context(captured_steps(self.model, self.hooks, self.backend))
+        self._undo = undo.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the method off the model, as the end of a `with` block does; does nothing the second time.
+
+        UsageError where another method was attached later and is still there: close that first.
+        """
+        if self._undo is None:
+            return
+        if getattr(decoder_of(self.model), _NEWEST) is not self:
+            raise UsageError("another method was attached to this model later: close that one first")
+        undo, self._undo = self._undo, None
+        undo.close()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate` of transformers, with its arguments; `model.generate` itself does the same until `close`.
+
+        Without `past_key_values`, it takes a `new_cache()`, of which `report()` then tells, unless `use_cache` is
+        False. Raises UsageError for another `cache_implementation`, NotFiniteError for logits that are NaN or infinite.
+        """
+        if self._generate is None or self._undo is None:
+            raise UsageError("this model has no generate()" if self._undo else "this attach() is closed: attach again")
+        if not takes_new_cache(self.model, args, kwargs):
+            return self._generate(*args, **kwargs)
+        output = self._generate(*args, **{**kwargs, "past_key_values": self.new_cache()})
+        self.check_steps()
+        return output
 
     def new_cache(self, tokens: int = 0, rollback: int = 0) -> CompressedCache:
         """An empty cache for one batch of sequences, to pass to the model as `past_key_values`.
@@ -154,36 +206,40 @@ class Attached:
         return cache.report()
 
 
-@contextmanager
 def attach(
     model: PreTrainedModel,
-    method: Method | Artifact,
+    method: Method | Artifact | str | os.PathLike,
     *,
     prefill: str = "exact",
     backend: str = "auto",
     graphs: bool = True,
-) -> Iterator[Attached]:
-    """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
+) -> Attached:
+    """Run `model` with caches compressed by `method` until `close()`, or inside a `with` block.
 
-    Of a model with linear, recurrent, convolutional or chunked attention beside full attention, the cache compresses
-    the layers with full attention; others keep transformers' own states in it.
-
-    A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`. Methods
-    that are fit to the prompt (innerq, squat, gear, zipcache) are fit to the first pass: with `prefill_chunk_size` of
-    `generate`, to the first chunk, of which a left-padded row may have a few tokens only.
-
+    method: a method by name, with bits and options where they are not the defaults ("kivi-2bit", "kivi:sinks=8"), or
+    by `build`; an artifact, its folder, or its id on the Hugging Face Hub ("user/repo@revision"). The name of a method
+    that is calibrated ("klt-2bit") stands for the model's artifact in `artifacts/MODEL/`.
     prefill: "exact": a pass over several tokens sees these in full precision; "compressed": it sees what one-by-one
     decoding would see (for perplexity and other scores of one pass).
     backend: of the attention of single queries, "auto", "triton" or "torch"; see `choose_backend`.
     graphs: on a GPU, capture decode steps as CUDA graphs where kernels compute the attention of all layers. This
-    replaces `model.forward` until the block ends; with graphs=False no method of the model is replaced.
+    replaces `model.forward`; with graphs=False, `model.generate` alone is replaced.
 
-    Raises UsageError where the model, the method's options or the artifact do not fit each other.
+    `model.generate` makes a compressed cache where none is passed; a forward pass uses one only where one from
+    `new_cache()` is passed as `past_key_values`. Methods that are fit to the prompt (innerq, squat, gear, zipcache) are
+    fit to the first pass: with `prefill_chunk_size` of `generate`, to the first chunk, of which a left-padded row may
+    have a few tokens only. Of a model with linear, recurrent, convolutional or chunked attention beside full attention,
+    the cache compresses the layers with full attention; others keep transformers' own states in it.
+
+    Raises UsageError where the model, the method's options or the artifact do not fit each other, KvqError where the
+    artifact is missing, damaged or cannot be downloaded.
     """
     if prefill not in PREFILLS:
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
     check_backend(backend)
     register()
+    if isinstance(method, (str, os.PathLike)):
+        method = named(method, model)
     artifact = None if isinstance(method, Method) else method
     digest = None if artifact is None else artifact.config.get("checksum")
     method, plans = _plans(model, method)
@@ -214,15 +270,8 @@ def attach(
         ]
         chosen = choose_backend(backend, device, list(zip(layers, plans, strict=True)))
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
-        # Caches refer to `attached`: without this, one would be freed only when Python looks for cycles.
-        undo.callback(attached.forget_cache)
-        undo.callback(forget_masks)
-        attached.hooks.install(undo)
-        undo.callback(model.register_forward_hook(attached.hooks.check_logits, with_kwargs=True).remove)
-        Drafts(model, attached.hooks).install(undo)
-        if graphs and model.device.type == "cuda" and chosen.engine is not None:
-            undo.enter_context(captured_steps(model, attached.hooks, chosen))
-        yield attached
+        attached.install(graphs, undo)
+    return attached
 
 
 def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, list[LayerPlan]]:

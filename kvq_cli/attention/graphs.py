@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvq_cli.attention.attention_hooks import AttentionHooks
 from kvq_cli.attention.backend import ChosenBackend
-from kvq_cli.attention.replaced_forward import replaced_forward
+from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.errors import reason
@@ -122,7 +122,7 @@ def captured_steps(
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         return plain(input_ids, *args, **kwargs)
 
-    with replaced_forward(model, forward):
+    with replaced_attribute(model, "forward", forward):
         yield
 
 

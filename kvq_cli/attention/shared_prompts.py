@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from kvq_cli.attention.attach import Attached
 from kvq_cli.attention.attention_hooks import check_rotation, watched_attention
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, layer_input
-from kvq_cli.attention.replaced_forward import replaced_forward
+from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.rows import Forward, Rows
 from kvq_cli.models import model_shape
@@ -77,7 +77,7 @@ class SharedPrompts:
     def used_by(self, attached: Attached) -> Iterator[None]:
         """Inside the block, the model's first pass over an empty cache of `attached` is recorded, or taken from the
         record of a pass with the same inputs; behind it, the method's newest cache is freed."""
-        shared = replaced_forward(attached.model, self._shared(attached)) if self._room else nullcontext()
+        shared = replaced_attribute(attached.model, "forward", self._shared(attached)) if self._room else nullcontext()
         try:
             with shared:
                 yield

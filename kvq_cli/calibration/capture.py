@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decoder_of
-from kvq_cli.attention.replaced_forward import replaced_forward
+from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.calibration import blocked_attention
 from kvq_cli.calibration.loss import hidden_gradient
 from kvq_cli.errors import KvqError, UsageError
@@ -139,7 +139,7 @@ def gradient_checkpointing(model: PreTrainedModel, count: int) -> Iterator[None]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     with ExitStack() as undo:
         for layer in layers[:count]:
-            undo.enter_context(replaced_forward(layer, _checkpointed(model, layer.forward)))
+            undo.enter_context(replaced_attribute(layer, "forward", _checkpointed(model, layer.forward)))
         yield
 
 

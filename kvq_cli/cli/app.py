@@ -28,6 +28,7 @@ COMMANDS = (
     ("recommend", "recommend:recommend", "Compress"),
     ("calibrate", "calibrate:calibrate", "Compress"),
     ("tune", "tune:tune", "Compress"),
+    ("push", "push:push", "Compress"),
     ("generate", "generate:generate", "Compress"),
     ("chat", "chat:chat", "Compress"),
     ("serve", "serve:serve", "Compress"),

@@ -164,8 +164,8 @@ def _check_names(methods: list[str], shapes: list[str | None]) -> None:
 def _compared(
     model: str, names: list[str], bits: float | None, options: dict[str, str], trust_remote_code: bool
 ) -> list[ComparedMethod]:
-    from kvq_cli.cli.resolve import resolve_compared
     from kvq_cli.evaluation.compared_methods import compared_methods
+    from kvq_cli.resolve import resolve_compared
 
     resolved = resolve_compared(model, names, bits, options=options, trust_remote_code=trust_remote_code)
     return compared_methods(resolved)

@@ -27,7 +27,7 @@ def default_method(
     fits, only: see `best_artifact`. The method without artifact is resolved last: it does not have all bits that
     artifacts have.
     """
-    from kvq_cli.cli.resolve import resolve
+    from kvq_cli.resolve import resolve
 
     best, notes = best_artifact(model, wanted := DEFAULT_BITS if bits is None else bits, fits, only)
     if best is not None:
@@ -44,7 +44,7 @@ def method_line(method: Method, attachable: Method | Artifact, reason: str) -> s
     """`method: kivi, 2 bits (default: no 2-bit artifact in artifacts/smollm2); uncompressed: --method fp16`"""
     if method.nominal_bits == 16:
         return f"method: {method.name}, no compression"
-    from kvq_cli.cli.resolve import describe
+    from kvq_cli.resolve import describe
 
     folder = "" if isinstance(attachable, type(method)) else f", {describe(attachable)['artifact']}"
     unit = "bit" if method.nominal_bits == 1 else "bits"

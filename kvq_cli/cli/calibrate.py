@@ -21,6 +21,7 @@ from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
+    from kvq_cli.calibration.kinds.base import CalibrationPlan
     from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.methods.base import Method
 
@@ -205,26 +206,39 @@ def calibrate(
     After Ctrl-C, the same command with --resume continues.
     """
     output = output_options.output()
+    plan, folder = planned(build_method(method, bits, set_, fisher), data, disk, model_options)
+    if dry_run:
+        from kvq_cli.calibration.estimate import dry_run_report
+
+        return _print_dry_run(output, dry_run_report(plan))
+    _print_artifact(output, calibrated(plan, folder, data, worker_options, output))
+
+
+def planned(
+    method: Method, data: DataOptions, disk: float, model_options: opt.LoadOptions
+) -> tuple[CalibrationPlan, Path]:
+    """The calibration of the loaded model, and the artifact's folder. UsageError for what cannot be calibrated."""
     # Waiting threads sleep instead of spinning, which doubles the time on a busy machine. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvq_cli.data.texts import check_dataset
 
-    built = build_method(method, bits, set_, fisher)
-    built.check_calibrates()
+    method.check_calibrates()
     check_dataset(data.dataset)
-    folder = data.folder(artifact_folder(model_options.model, built))
-
-    from kvq_cli.calibration import pipeline
-    from kvq_cli.calibration.estimate import dry_run_report
+    folder = data.folder(artifact_folder(model_options.model, method))
     from kvq_cli.calibration.plan import plan_calibration
 
-    plan = plan_calibration(model_options.load(), built, data.options(disk, model_options.seed))
-    if dry_run:
-        return _print_dry_run(output, dry_run_report(plan))
+    return plan_calibration(model_options.load(), method, data.options(disk, model_options.seed)), folder
+
+
+def calibrated(
+    plan: CalibrationPlan, folder: Path, data: DataOptions, worker_options: opt.WorkerOptions, output: Output
+) -> Artifact:
+    """Run the calibration and write its artifact. output: for progress and notes."""
+    from kvq_cli.calibration import pipeline
+
     device = plan.loaded.model.device.type
     with worker_options.connected(device) as workers, data.resumable(output) as arguments:
-        artifact = pipeline.calibrate(plan, folder, **arguments, workers=workers)
-    _print_artifact(output, artifact)
+        return pipeline.calibrate(plan, folder, **arguments, workers=workers)
 
 
 def _print_dry_run(output: Output, found: dict[str, Any]) -> None:

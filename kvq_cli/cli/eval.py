@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ Compare = Annotated[
     _comparison(
         "--compare",
         metavar="NAME,...",
-        help="Methods to compare on the same samples, like fp16,kivi,kivi-4bit:residual=32, or artifact folders; "
+        help="Methods to compare on the same samples, like fp16,kivi,kivi-4bit:residual=32, or artifacts; "
         "--bits and --set apply to all methods that have the option.",
     ),
 ]
@@ -57,7 +57,8 @@ Artifacts = Annotated[
     typer.Option(
         "--artifact",
         metavar="DIR",
-        help=f"Folder of a calibrated artifact; repeatable (default: {opt.DEFAULT_ARTIFACT}).",
+        help="Folder of a calibrated artifact, or USER/REPO[@REVISION] on the Hugging Face Hub; repeatable (default: "
+        f"{opt.DEFAULT_ARTIFACT}).",
         rich_help_panel=opt.METHOD,
     ),
 ]
@@ -230,12 +231,13 @@ def _question_notes(values: Values, flag: str) -> Iterator[str]:
 
 def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
     """Artifacts of methods or bits that `--compare` does not name: they are compared, too."""
-    from kvq_cli.cli.resolve import fits_bits
+    from kvq_cli.artifact import is_artifact
     from kvq_cli.methods.registry import parse
+    from kvq_cli.resolve import fits_bits
 
     if values["compare"] is None:
         return
-    named = [parse(text) for text in opt.listed(values["compare"]) if not opt.is_artifact(text)]
+    named = [parse(text) for text in opt.listed(values["compare"]) if not is_artifact(text)]
     for folder in values["artifact"] or []:
         name, own = opt.artifact_method(folder)
         wanted = [options.get("bits", values["bits"]) for other, options in named if other == name]
@@ -381,12 +383,36 @@ def evaluate(
     # Wrong options are reported before PyTorch is imported.
     settings = tasks.settings(methods.prefill, model_options)
     resolved = _resolve_methods(model_options, methods)
+    document = evaluated(resolved, settings, results, worker_options, model_options, output, command_line())
+    from kvq_cli.evaluation.runs import describe_run
+
+    _print_table(output, **document["table"], title=describe_run(next(iter(document["methods"].values()))))
+    if results.plot is not None:
+        output.note(f"wrote {results.plot}")
+    _print_notes(output, document, results.folder(model_options.model))
+    for warning in evaluation_warnings(document):
+        output.warn(warning)
+    output.result(single_result(document))
+
+
+def evaluated(
+    methods: Sequence[Method | Artifact],
+    settings: EvaluationSettings,
+    results: ResultOptions,
+    worker_options: opt.WorkerOptions,
+    model_options: opt.LoadOptions,
+    output: Output,
+    command: str,
+) -> dict[str, Any]:
+    """Evaluate the methods; returns the results of each by label under `methods`, and their `table`.
+
+    command: what started this, for the record of the run. output: for progress and notes.
+    """
     folder = results.folder(model_options.model)
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.evaluation.runner import evaluate as run
-    from kvq_cli.evaluation.runs import describe_run
 
-    compared = compared_methods(resolved)
+    compared = compared_methods(methods)
     settings.check_tasks()
     loaded = model_options.load()
     finished: list[int] = []  # numbers of samples that this run finishes, one after another
@@ -399,7 +425,7 @@ def evaluate(
                 folder,
                 store=results.store,
                 fresh=results.fresh,
-                command=command_line(),
+                command=command,
                 track=tracker(progress, finished.append),
                 overall=tracker(progress),
                 note=None if output.quiet else output.note,
@@ -407,23 +433,29 @@ def evaluate(
             )
     except KeyboardInterrupt:
         # Before its first sample, a run with --fresh may not have discarded the earlier ones.
-        command = "the same command without --fresh" if results.fresh and finished else "the same command"
-        output.note(f"finished samples are kept in {results.store or folder}: run {command} to resume")
+        again = "the same command without --fresh" if results.fresh and finished else "the same command"
+        output.note(f"finished samples are kept in {results.store or folder}: run {again} to resume")
         raise
-    _print_table(output, **document["table"], title=describe_run(next(iter(document["methods"].values()))))
     if results.plot is not None:
         from kvq_cli.evaluation.plot import plot_comparison
 
         plot_comparison(document, results.plot)
-        output.note(f"wrote {results.plot}")
-    _print_notes(output, document, folder)
+    return document
+
+
+def evaluation_warnings(document: Mapping[str, Any]) -> Iterator[str]:
+    """Methods that failed, and those that were calibrated on the text that scores them."""
     for label, message in document.get("failed", {}).items():
-        output.warn(f"left out: {label}: {message}")
+        yield f"left out: {label}: {message}"
     for label, result in document["methods"].items():
         for dataset, what in result["config"].get("seen_texts", {}).items():
-            output.warn(f"{label} was {what}: {dataset}; scores on unseen text are worse: choose another --dataset")
-    single = next(iter(document["methods"].values()))
-    output.result(single if len(compared) == 1 else document)
+            yield f"{label} was {what}: {dataset}; scores on unseen text are worse: choose another --dataset"
+
+
+def single_result(document: dict[str, Any]) -> dict[str, Any]:
+    """The result of a single method in lm-eval's schema; of several, the whole document."""
+    several = len(document["methods"]) + len(document.get("failed", {})) > 1
+    return document if several else next(iter(document["methods"].values()))
 
 
 def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None:
@@ -450,7 +482,7 @@ def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None
 
 def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) -> list[Method | Artifact]:
     """The methods and artifacts given by the options."""
-    from kvq_cli.cli.resolve import resolve, resolve_compared
+    from kvq_cli.resolve import resolve, resolve_compared
 
     options, artifacts = opt.method_options(methods.set_), methods.artifact or []
     model, trusted = model_options.model, model_options.trust_remote_code

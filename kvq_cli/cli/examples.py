@@ -16,6 +16,7 @@ EXAMPLES = {
         "kvq tune --budget 3 --candidates klt:join_keys=on,kivi-4bit:pre_rope=on,fp16 --minutes 30",
         "kvq tune --objective memory --kl 0.01 --model smollm2",
     ),
+    "push": ("kvq push artifacts/reference/klt-2bit user/reference-klt-2bit",),
     "generate": (
         'kvq generate "The old harbour" --method kivi --bits 2',
         "kvq generate --file examples/needle.txt --artifact artifacts/reference/temporalkv-2bit",

@@ -11,7 +11,7 @@ import typer
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output, human_bytes
 
-ArtifactFolder = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder of an artifact.")]
+ArtifactFolder = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Artifact: a folder, or an id on the Hub.")]
 Plot = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Plot the errors by layer into a .png, .pdf or .svg file.")
 ]

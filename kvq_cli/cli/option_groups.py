@@ -9,6 +9,22 @@ from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, get_type_hints
 
 
+def groups_of(function: Callable[..., Any]) -> dict[str, type]:
+    """The dataclasses of options among a function's parameters, by name."""
+    hints = get_type_hints(function)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+def with_groups(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function by name, of which `values` has the fields of its dataclasses of options."""
+    values = dict(values)
+    objects = {
+        name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+        for name, group in groups_of(function).items()
+    }
+    return {**objects, **values}
+
+
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
     """Decorator: expose the fields of a command's dataclass parameters to typer as options.
 
@@ -16,8 +32,7 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     What a parameter is annotated with beside its group, `Annotated[Group, rule]`, annotates each field.
     """
     hints = get_type_hints(function, include_extras=True)
-    plain = get_type_hints(function)
-    groups = {name: hint for name, hint in plain.items() if isinstance(hint, type) and is_dataclass(hint)}
+    groups = groups_of(function)
     parameters = []
     for name, parameter in signature(function).parameters.items():
         if name not in groups:
@@ -32,11 +47,7 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def command(**given: Any) -> None:
-        objects = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        function(**objects, **given)
+        function(**with_groups(function, given))
 
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # functions have it at run time
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -7,7 +7,7 @@ dashes; a list stands for comma-separated values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvq_cli.gguf_models import is_gguf
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from kvq_cli.cli.sizes import ModelSize
     from kvq_cli.distributed import Workers
     from kvq_cli.models import LoadedModel
 
@@ -61,22 +62,25 @@ def _as_flag(value: Any) -> Any:
     return value
 
 
-def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a `--config` file the defaults of the command's parameters."""
-    if path is None or ctx.resilient_parsing:
-        return path
+def as_defaults(ctx: typer.Context, values: Mapping[str, Any], where: str, hidden: Collection[str] = ()) -> None:
+    """Make `values`, by flag names without leading dashes, the defaults of the command's parameters.
+
+    UsageError, after `where`, for an unknown one, or one of the `hidden` parameters.
+    """
+    hidden = {"config", "help", *hidden}
+    known = [parameter for parameter in ctx.command.params if parameter.name not in hidden]
     by_name = {
         name.lstrip("-").replace("-", "_"): parameter
-        for parameter in ctx.command.params
+        for parameter in known
         for name in [parameter.name or "", *parameter.opts]
     }
     defaults = {}
-    for key, value in read_yaml(path).items():
+    for key, value in values.items():
         parameter = by_name.get(str(key).replace("-", "_"))
-        if parameter is None or parameter.name in (None, "config", "help"):
-            valid = sorted(p.opts[0].lstrip("-") for p in ctx.command.params if p.name not in ("config", "help"))
-            raise UsageError(f"--config {path}: unknown key {str(key)!r}; valid: {', '.join(valid)}")
-        with reading(f"--config {path}: {key}", kind=UsageError):  # a mapping may hold itself
+        if parameter is None:
+            valid = sorted(p.opts[0].lstrip("-") for p in known)
+            raise UsageError(f"{where}: unknown key {str(key)!r}; valid: {', '.join(valid)}")
+        with reading(f"{where}: {key}", kind=UsageError):  # a mapping may hold itself
             value = _as_flag(value)
         repeatable = getattr(parameter, "multiple", False)
         if isinstance(value, list):
@@ -86,6 +90,12 @@ def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
         if value is not None:
             defaults[parameter.name] = value
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+
+def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of a `--config` file the defaults of the command's parameters."""
+    if path is not None and not ctx.resilient_parsing:
+        as_defaults(ctx, read_yaml(path), f"--config {path}")
     return path
 
 
@@ -108,18 +118,13 @@ def listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def is_artifact(text: str) -> bool:
-    """Whether a name of `--compare` is that of an artifact's folder."""
-    return (Path(text) / "config.json").is_file()
-
-
 def artifact_method(folder: str | Path) -> tuple[str, dict[str, Any]]:
     """Name and bits of an artifact's method, from its config alone. Raises KvqError for a damaged one, which is
     reported when it is loaded."""
-    from kvq_cli.artifact import read_config
+    from kvq_cli.artifact import local_folder, read_config
     from kvq_cli.artifact.schema import check_form
 
-    method = read_config(Path(folder))["method"]
+    method = read_config(local_folder(folder))["method"]
     bits = {"bits": method["bits"]} if "bits" in method else {}
     check_form({"name": method.get("name"), **bits}, {"name": str, "bits?": float}, f"{folder}: method")
     return method["name"], bits
@@ -127,6 +132,7 @@ def artifact_method(folder: str | Path) -> tuple[str, dict[str, Any]]:
 
 def _shared_notes(values: Values, flag: str) -> Iterator[str]:
     """Which of the compared methods an option of `--set` or `--bits` does not reach."""
+    from kvq_cli.artifact import is_artifact
     from kvq_cli.methods.registry import has_option, parse
 
     if values.get("compare") is None:  # as in commands without --compare
@@ -262,7 +268,8 @@ ArtifactDir = Annotated[
     _method(
         "--artifact",
         metavar="DIR",
-        help=f"Folder of a calibrated artifact (default: {DEFAULT_ARTIFACT}).",
+        help=f"Folder of a calibrated artifact, or USER/REPO[@REVISION] on the Hugging Face Hub (default: "
+        f"{DEFAULT_ARTIFACT}).",
     ),
 ]
 Set = Annotated[
@@ -322,6 +329,12 @@ class LoadOptions:
         from kvq_cli.models import load_model
 
         return load_model(self.model, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
+
+    def size(self) -> ModelSize:
+        """The model's shape, bytes of weights and context, without its weights."""
+        from kvq_cli.cli.sizes import model_size
+
+        return model_size(None, self.model, self.trust_remote_code)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from kvq_cli.cli.eval import tracker
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.plan import GpuName, Memory, PlannedContext, Reserve, memory_bytes
-from kvq_cli.cli.sizes import MAX_COUNT, model_size, note_other_layers
+from kvq_cli.cli.sizes import MAX_COUNT, note_other_layers
 from kvq_cli.errors import UsageError
 from kvq_cli.paths import artifact_folder, short_name
 from kvq_cli.units import parse_bytes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.methods.base import Method
     from kvq_cli.models import LoadedModel
-    from kvq_cli.tuning.recommend import Candidate, Measured
+    from kvq_cli.tuning.recommend import Candidate, Measured, Need
 
 #: Windows of text for a calibration of minutes, and their tokens.
 SAMPLES, SEQLEN = 16, 512
@@ -86,43 +86,91 @@ def recommend(
     this device. Run again to resume.
     """
     output = output_options.output()
+    found = recommended(need_options, dataset, calibrate, out, model_options, output, command_line())
+    _print_rows(output, found, f"{model_options.model}, {dataset}")
+    output.text("")
+    output.prose(found.reason)
+    output.text("\n" + found.lines)
+    output.result(found.to_dict())
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """fits: what fits, the uncompressed cache included. rows: of these, those that were measured. row, attachable: the
+    best one, and what `attach` takes of it."""
+
+    model: str
+    need: Need
+    fits: list[Candidate]
+    rows: list[Measured]
+    row: Measured
+    attachable: Method | Artifact
+
+    @property
+    def plain(self) -> Candidate | None:
+        """The uncompressed cache, if it fits."""
+        from kvq_cli.tuning.recommend import PLAIN
+
+        return next((one for one in self.fits if one.method.name == PLAIN), None)
+
+    @property
+    def reason(self) -> str:
+        """One sentence: why this one."""
+        from kvq_cli.tuning.recommend import reason
+
+        return reason(self.row, self.need, self.plain)
+
+    @property
+    def lines(self) -> str:
+        """What to paste."""
+        return _lines(self.model, self.attachable, self.row.served)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        label = self.row.label
+        taken = label if self.plain is None else self.plain.method.name
+        document = {"recommended": taken, "compressed": label, "reason": self.reason, "use": self.lines}
+        return {**document, "methods": [one.to_dict() for one in self.rows]}
+
+
+def recommended(
+    options: NeedOptions,
+    dataset: str,
+    calibrate: bool,
+    out: Path | None,
+    model_options: opt.LoadOptions,
+    output: Output,
+    command: str,
+) -> Recommendation:
+    """Measure what fits. command: what started this, for the record of the run. output: for progress and notes."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `kvq calibrate`
     from kvq_cli.data.texts import check_dataset
     from kvq_cli.files import check_writable
 
     check_dataset(dataset)
-    options, model = need_options, model_options.model
     room = memory_bytes(options.memory, options.gpu) - parse_bytes(options.reserve, "--reserve")
-    folder = out or Path("results/recommend") / short_name(model)
+    folder = out or Path("results/recommend") / short_name(model_options.model)
     check_writable(folder)
-    from kvq_cli.tuning.recommend import PLAIN, Need, best, candidates, measured, reason
+    from kvq_cli.tuning.recommend import PLAIN, Need, best, candidates, measured
 
-    size = model_size(None, model, model_options.trust_remote_code)
+    size = model_options.size()
     context = min(DEFAULT_CONTEXT, size.context) if options.context is None else options.context
     need = Need(size.shape, size.weights_bytes, size.context, room, context, options.users)
-    note_other_layers(size.shape, model, output)
-    found = candidates(need)
+    note_other_layers(size.shape, model_options.model, output)
+    fits = candidates(need)
     loaded = model_options.load()
-    output.note("fits: " + ", ".join(f"{one.method.name} at {one.method.nominal_bits:g} bits" for one in found))
-    compressed = [one for one in found if one.method.name != PLAIN]
+    output.note("fits: " + ", ".join(f"{one.method.name} at {one.method.nominal_bits:g} bits" for one in fits))
+    compressed = [one for one in fits if one.method.name != PLAIN]
     chosen = [(one, _ready(one.method, loaded, dataset, folder, calibrate, output)) for one in compressed]
     ready = [(one, attachable) for one, attachable in chosen if attachable is not None]
     if not ready:
         raise UsageError("no compressed method is left to measure: of what fits, none is ready for this model")
     with output.progress() as progress:
-        words, track = command_line(), tracker(progress)
-        rows = list(measured(loaded, ready, dataset, folder, command=words, track=track, note=output.note))
-    _print_rows(output, rows, found, need.context, need.users, f"{model}, {dataset}")
+        track = tracker(progress)
+        rows = list(measured(loaded, ready, dataset, folder, command=command, track=track, note=output.note))
     row = best(rows)
-    plain = next((one for one in found if one.method.name == PLAIN), None)
-    sentence = reason(row, need, plain)
     [attachable] = [each for one, each in ready if one.capacity is row.capacity]
-    lines = _lines(model, attachable, row.served)
-    output.text("")
-    output.prose(sentence)
-    output.text("\n" + lines)
-    document = {"recommended": row.label if plain is None else PLAIN, "compressed": row.label, "reason": sentence}
-    output.result({**document, "use": lines, "methods": [one.to_dict() for one in rows]})
+    return Recommendation(model_options.model, need, fits, rows, row, attachable)
 
 
 def _ready(
@@ -134,11 +182,11 @@ def _ready(
     from kvq_cli.calibration import pipeline
     from kvq_cli.calibration.plan import plan_calibration
     from kvq_cli.calibration.settings import CalibrationOptions
-    from kvq_cli.cli.resolve import resolve
+    from kvq_cli.resolve import named
 
     own = artifact_folder(loaded.name, method)
     if own.is_dir():
-        return resolve(loaded.name, artifact=own, trust_remote_code=loaded.trust_remote_code)
+        return named(own, loaded.model)
     if not calibrate:
         output.note(f"left out: {method.name}, of which the model has no artifact (--calibrate makes one)")
         return None
@@ -157,13 +205,12 @@ def _ready(
         return None
 
 
-def _print_rows(
-    output: Output, rows: list[Measured], found: list[Candidate], context: int, users: int, title: str
-) -> None:
+def _print_rows(output: Output, found: Recommendation, title: str) -> None:
+    rows, context, users = found.rows, found.need.context, found.need.users
     columns = ["method", "KL", "top-1", "perplexity", "ms/token", "of plain", f"cache, {users} x {context:,}"]
     columns += [f"longest context x {users}", f"most users x {context:,}"]
     table = []
-    for one in found:
+    for one in found.fits:
         own = one.capacity
         sizes = [human_bytes(own.cache), f"{own.context:,}", f"{own.batch:,}"]
         row = next((row for row in rows if row.capacity is own), None)
@@ -182,15 +229,13 @@ def _lines(model: str, attachable: Method | Artifact, served: bool) -> str:
 
     if isinstance(attachable, Method):
         bits = attachable.nominal_bits
-        names, made = "attach, build", f'build("{attachable.name}", bits={bits:g})'
-        flags = ["--method", attachable.name, "--bits", f"{bits:g}"]
+        name, flags = f"{attachable.name}-{bits:g}bit", ["--method", attachable.name, "--bits", f"{bits:g}"]
     else:
-        names, made = "attach, load_artifact", f'load_artifact("{attachable.path}")'
-        flags = ["--artifact", str(attachable.path)]
+        name, flags = str(attachable.path), ["--artifact", str(attachable.path)]
     lines = [
-        f"from kvq_cli import {names}",
-        f"with attach(model, {made}) as kv:",
-        "    output = model.generate(**inputs, past_key_values=kv.new_cache())",
+        "from kvq_cli import attach",
+        f'with attach(model, "{name}") as kv:',
+        "    output = kv.generate(**inputs)",
     ]
     command = shlex.join(["kvq", "serve", "--model", model, *flags])
     return "\n".join(lines + (["", command] if served else []))

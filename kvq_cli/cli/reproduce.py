@@ -250,10 +250,10 @@ class _Runner:
 
 def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> dict[str, list[str]]:
     """Commands that calibrate the missing artifacts of a target's methods, by the artifact's name."""
-    from kvq_cli.cli.resolve import calibrate_command, needs_artifact
     from kvq_cli.papers.inputs import clusters
     from kvq_cli.papers.targets import calibration_options
     from kvq_cli.paths import artifact_folder, short_name
+    from kvq_cli.resolve import calibrate_command, needs_artifact
 
     capturing = ["--captured", str(CAPTURED / short_name(model)), *([] if ray is None else ["--ray", ray])]
     return {

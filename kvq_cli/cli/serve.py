@@ -12,8 +12,8 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
-from kvq_cli.cli.resolve import resolve
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.resolve import resolve
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
@@ -207,7 +207,7 @@ def _is_open(flags: Sequence[str]) -> bool:
 
 def _options(method: str | None, artifact: object, pairs: list[str] | None) -> dict[str, str]:
     """`--set`, and for methods without an artifact what a server sets unless it is given."""
-    from kvq_cli.cli.resolve import DEFAULT_METHOD
+    from kvq_cli.resolve import DEFAULT_METHOD
     from kvq_cli.vllm.served import served_options
 
     given = opt.method_options(pairs)

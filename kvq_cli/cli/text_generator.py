@@ -291,7 +291,7 @@ def attached_generator(
 ) -> Iterator[TextGenerator]:
     """Load the model and attach the method; a given method is resolved first, because loading takes longer."""
     from kvq_cli.cli.best_artifact import default_method, method_line
-    from kvq_cli.cli.resolve import describe, resolve
+    from kvq_cli.resolve import describe, resolve
 
     if compression.is_default:
         loaded = model_options.load()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvq_cli.artifact import Artifact, load_artifact
+from kvq_cli.artifact import Artifact, load_artifact, local_folder
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
 from kvq_cli.methods.registry import from_config, to_config
@@ -81,7 +81,7 @@ class ServedMethod:
         """The inverse of `of_flags`, for `--kv-cache-dtype kvq`."""
         config: dict[str, Any] = {"method": to_config(self.method)}
         if self.artifact is not None:
-            config["artifact"] = str(self.artifact.path.resolve())
+            config["artifact"] = str(local_folder(self.artifact.path).resolve())
         return {KEY: config}
 
     def plans(self, shape: ModelShape, device: Any = "cpu", shard: Shard = WHOLE) -> list[LayerPlan]:

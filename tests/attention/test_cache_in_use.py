@@ -114,7 +114,7 @@ def test_dropped_cache_of_long_rope_is_refused(tiny):
         ):
             model.generate(IDS[:, :prompt], past_key_values=kv.new_cache(), max_new_tokens=20, do_sample=False)
     with attach(model, build("kivi", **KIVI)):  # without a compressed cache it is the model's own affair
-        model.generate(IDS, max_new_tokens=2)
+        model.generate(IDS, past_key_values=DynamicCache(config=model.config), max_new_tokens=2)
 
 
 def test_clipped_keys_are_refused_where_layer_inputs_are_kept(tiny):

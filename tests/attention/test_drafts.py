@@ -8,7 +8,7 @@ from method_cases import each_method, ready
 from random_artifacts import tiny_model
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.replaced_forward import replaced_forward
+from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build, build_parsed
 
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_count_logits_is_refused_before_the_first_token():
     def forward(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
         return plain(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
 
-    with replaced_forward(model, forward), attach(model, build("kivi", group=8)) as kv:
+    with replaced_attribute(model, "forward", forward), attach(model, build("kivi", group=8)) as kv:
         cache = kv.new_cache()
         with pytest.raises(UsageError, match="takes no logits_to_keep"):
             generate(model, repetitive(), cache, prompt_lookup_num_tokens=DRAFTED)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvq_cli.cli.resolve import describe, resolve, resolve_compared
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.paths import artifact_folder
+from kvq_cli.resolve import describe, resolve, resolve_compared
 
 
 @pytest.fixture(autouse=True)

@@ -25,14 +25,14 @@ from kvq_cli.methods.base import LayerPlan
 from kvq_cli.models import load_model
 
 PAGES = [path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = ["index.md", "COMPARE.md", "COMPRESS.md", "KERNELS.md", "ADD_A_METHOD.md"]
+WRITTEN = ["index.md", "COMPARE.md", "COMPRESS.md", "PYTHON.md", "KERNELS.md", "ADD_A_METHOD.md"]
 #: Every page is linked from one of these.
 SUMMARIES = ["index.md", "REPRODUCTION.md", "COMPARISON.md"]
 TUTORIAL = "ADD_A_METHOD.md"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["COMPARE.md", "COMPRESS.md", "KERNELS.md"])
+@pytest.mark.parametrize("page", ["COMPARE.md", "COMPRESS.md", "PYTHON.md", "KERNELS.md"])
 def test_commands_and_code_run(page, run_page):
     run_page(blocks(page))
 

@@ -4,10 +4,10 @@ import pytest
 from random_artifacts import random_parts, tiny_model
 
 from kvq_cli.artifact import save_artifact
-from kvq_cli.cli.resolve import resolve_compared
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.methods.registry import build, method_names
+from kvq_cli.resolve import resolve_compared
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""Resolve `--method`, `--bits`, `--artifact` and `--set` to a method or a calibrated artifact for `attach`."""
+"""Resolve names, or `--method`, `--bits`, `--artifact` and `--set`, to a method or an artifact for `attach`."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,35 @@ from kvq_cli.options import option_text
 from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvq_cli.artifact import Artifact
     from kvq_cli.methods.base import Method
 
 DEFAULT_METHOD = "kivi"  # needs no calibration: a command without flags works for every model
+
+
+def named(text: str | os.PathLike, model: PreTrainedModel, own: str | None = None) -> Method | Artifact:
+    """The method or artifact for a loaded model by name: "kivi-2bit", "klt-2.25bit:join_keys=on", an artifact's folder,
+    or its id on the Hub. own: the model's name, where that is not what transformers loaded it from.
+
+    Raises UsageError for an unknown method, option or bits, KvqError for an artifact that is missing or damaged.
+    """
+    from kvq_cli.artifact import is_artifact
+    from kvq_cli.methods.registry import build
+    from kvq_cli.models import model_name, model_shape
+
+    name, options = _parsed(os.fspath(text))
+    if is_artifact(name):
+        return _load(Path(name)).with_options(options)
+    method, own = build(name, **options), model_name(model) if own is None else own
+    found = _calibrated(method, own) if own else None
+    if found is not None:
+        return found.with_options(options)
+    if method.needs_artifact(model_shape(model)):
+        made = f"run `{_command(method, own)}`" if own else "calibrate the model"
+        raise KvqError(f"{text} needs calibration: {made}, or pass the artifact of kvq_cli.calibrate(model, ...)")
+    return method
 
 
 def resolve(
@@ -39,15 +65,22 @@ def resolve(
     if artifact is not None:
         return _fitted(_load(artifact, method), given, model, trust_remote_code)
     built = build(method or DEFAULT_METHOD, **given)
-    if not built.calibrates:
+    if (found := _calibrated(built, model)) is not None:
+        return _fitted(found, given, model, trust_remote_code)
+    if not built.calibrates or not needs_artifact(model, built, trust_remote_code):
         return built
-    folder = artifact_folder(model, built)
-    if not folder.is_dir():
-        if not needs_artifact(model, built, trust_remote_code):
-            return built
-        command = shlex.join(["kvq", *calibrate_command(model, built, trust_remote_code)])
-        raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
-    return _fitted(_load(folder, built.name), given, model, trust_remote_code)
+    folder, command = artifact_folder(model, built), _command(built, model, trust_remote_code)
+    raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
+
+
+def _calibrated(method: Method, model: str) -> Artifact | None:
+    """The artifact of the method in the model's folder; None where there is none, or the method needs none."""
+    folder = artifact_folder(model, method)
+    return _load(folder, method.name) if method.calibrates and folder.is_dir() else None
+
+
+def _command(method: Method, model: str, trust_remote_code: bool = False) -> str:
+    return shlex.join(["kvq", *calibrate_command(model, method, trust_remote_code)])
 
 
 def resolve_compared(
@@ -61,19 +94,20 @@ def resolve_compared(
 ) -> list[Method | Artifact]:
     """Resolve `--compare fp16,kivi:residual=32,temporalkv --bits 2` to methods and artifacts.
 
-    names:         methods, with bits (`kivi-4bit`) and options (`kivi:sinks=8:recent=32`) of their own, or artifact
-                   folders.
+    names:         methods, with bits (`kivi-4bit`) and options (`kivi:sinks=8:recent=32`) of their own, or artifacts:
+                   folders or ids on the Hub.
     bits, options: apply to all methods that have them.
     artifacts:     folders that replace the default artifacts of their methods, in every configuration that they were
                    calibrated for; those of unnamed methods come last.
     """
-    from kvq_cli.methods.registry import check_shared, has_option, parse
+    from kvq_cli.artifact import is_artifact
+    from kvq_cli.methods.registry import check_shared, has_option
 
     if len(set(names)) < len(names):
         raise UsageError(f"--compare {','.join(names)}: names a method twice")
     shared: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
     given = [_load(folder) for folder in artifacts]
-    requests = [(text, {}) if (Path(text) / "config.json").is_file() else parse(text) for text in names]
+    requests = [_parsed(text) for text in names]
     offered = [_offered(given, name, own, shared) for name, own in requests]
     taken = [
         [artifact for artifact in some if _takes(artifact, own)]
@@ -95,7 +129,7 @@ def resolve_compared(
         for artifact in some:
             if id(artifact) not in used:
                 artifact.with_options(own)  # raises: the name asks for another calibration
-        if _is_folder(name):
+        if is_artifact(name):
             artifact = _load(Path(name))
             add(artifact.method_config["name"], own, artifact)
         elif not fitting:
@@ -109,16 +143,19 @@ def resolve_compared(
     return resolved
 
 
-def _is_folder(name: str) -> bool:
-    """Whether a name given to `--compare` is an artifact's folder."""
-    return (Path(name) / "config.json").is_file() or "/" in name
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """A method, or an artifact's folder or id, and options of its own."""
+    from kvq_cli.methods.registry import parse
+
+    return (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
 
 
 def _offered(given: Sequence[Artifact], name: str, own: Mapping[str, Any], shared: Mapping[str, Any]) -> list[Artifact]:
     """The given artifacts of a compared method, with the bits that it asks for."""
+    from kvq_cli.artifact import is_artifact
     from kvq_cli.methods.registry import has_option
 
-    if _is_folder(name):
+    if is_artifact(name):
         return []
     wanted = own.get("bits", shared.get("bits") if has_option(name, "bits") else None)
     return [
