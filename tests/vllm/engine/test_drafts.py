@@ -1,0 +1,79 @@
+"""Speculative decoding gives the tokens of decoding one at a time, however many drafted tokens are right."""
+
+import pytest
+from scripted_drafts import CONFIG, ScriptedDrafts
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def token_ids(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def accepted(monkeypatch) -> set[tuple[int, int]]:
+    """(drafted tokens, accepted ones) of requests in steps of engines."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counts, count = set(), Scheduler.make_spec_decoding_stats
+
+    def counted(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs):
+        counts.add((num_draft_tokens, num_accepted_tokens))
+        return count(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", counted)
+    return counts
+
+
+@pytest.fixture
+def scripted(case, prompts, monkeypatch):
+    """Let the proposer of `CONFIG` know a method's answers."""
+
+    def script(method: str) -> list[list[int]]:
+        expected = case(method).expected
+        answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)}
+        monkeypatch.setattr(ScriptedDrafts, "answers", answers)
+        return expected
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "method", ["kivi:sinks=32:recent=96", "innerq:norm=off", "turboquant", "kvquant", "temporalkv", "klt"]
+)
+def test_requests_with_different_drafts_and_prefix_hits_equal_generate(
+    method, case, scripted, start, prompts, accepted
+):
+    expected = scripted(method)
+    with start(method, speculative_config=CONFIG) as engine:
+        assert token_ids(engine.tokens(prompts)) == expected
+        assert {(4, right) for right in range(5)} <= accepted
+        again = engine.tokens(prompts)
+        size = case(method).layout.block_size
+        assert [output.num_cached_tokens for output in again] == [(len(p) - 1) // size * size for p in prompts]
+        assert token_ids(again) == expected
+        assert engine.free_blocks == engine.all_blocks
+
+
+@pytest.mark.parametrize("method", ["kivi", "temporalkv"])
+def test_chunked_prefill_and_preemption_equal_generate(method, case, scripted, start, prompts, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted, preempt = [], Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *args, **kw: preempted.append(1) or preempt(*args, **kw))
+    expected, layout = scripted(method), case(method).smallest
+    blocks = -(-736 // layout.block_size) + layout.exact.blocks + -(-48 // layout.exact.block_size) + 3
+    few = {"max_model_len": 736, "num_gpu_blocks_override": blocks, "max_num_batched_tokens": 48}
+    with start(method, layout.block_size, speculative_config=CONFIG, **few) as engine:
+        assert token_ids(engine.tokens(prompts)) == expected
+        assert engine.free_blocks == engine.all_blocks
+    assert preempted
+
+
+@pytest.mark.parametrize("method", ["kivi:sinks=32:recent=96", "klt"])
+def test_ngram_drafts_equal_generate(method, case, start, prompts, accepted):
+    """Also with vLLM's V2 runner, which schedules a step before it knows what the last one rejected."""
+    with start(method, speculative_config=NGRAM) as engine:
+        assert token_ids(engine.tokens(prompts)) == case(method).expected
+        assert engine.free_blocks == engine.all_blocks
+    assert any(right < drafted for drafted, right in accepted)
