@@ -181,7 +181,11 @@ def test_refusals(kvq, folder, method, flags, message):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--speculative-config", '{"method": "suffix"}'), ("--speculative_config.method", "ngram"), ("--spec-model=ngram",)],
+    [
+        ("--speculative-config", '{"method": "suffix"}'),
+        ("--speculative_config.method", "ngram"),
+        ("--spec-model=ngram",),
+    ],
 )
 def test_drafts_without_a_model_are_served(kvq, folder, flags):
     result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags)

@@ -10,15 +10,16 @@ from random_artifacts import tiny_model
 from tiers import slow
 
 from kvq_cli.vllm.batch import Sequence
+from kvq_cli.vllm.metadata import KvqMetadata
 from kvq_cli.vllm.paged_decode import PagedKernels
 from kvq_cli.vllm.step import Step
 
 pytestmark = pytest.mark.gpu
 
 #: Tokens of sequences before the first step, the tokens decoded, and those drafted in a step at most.
-LENGTHS, NEW, DRAFTED = (3, 0, 61, 155), 14, 3
+LENGTHS, NEW, DRAFTED = (3, 0, 61, 157), 8, 3
 #: By the number of the step and the sequence: drafted tokens, of which the first ones are right.
-DRAFTS = (((3, 0), (2, 2), (0, 0), (3, 1)), ((3, 2), (3, 0), (3, 3), (1, 0)), ((3, 1), (3, 3), (3, 0), (3, 3)))
+DRAFTS = (((3, 0), (2, 2), (0, 0), (3, 0)), ((3, 2), (3, 0), (3, 0), (1, 1)), ((3, 1), (3, 3), (3, 3), (3, 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +136,7 @@ def test_a_captured_step_with_drafts_equals_decoding_one_by_one(model, method):
     def table(blocks: torch.Tensor) -> torch.Tensor:
         return torch.cat([blocks, torch.zeros_like(blocks[:1])]).int()
 
-    step = Step(
-        lengths, table(pages.blocks), table(pages.exact_blocks) if pages.size else None, None, queries=queries
-    )
+    step = Step(lengths, table(pages.blocks), table(pages.exact_blocks) if pages.size else None, None, queries=queries)
     shapes = [x.shape[1:] for x in texts.tokens(0, 1, 0)]
     inputs = [torch.zeros((rows + 1) * queries, *shape, device=DEVICE) for shape in shapes]
     graph, number = None, 0
@@ -163,3 +162,19 @@ def test_a_captured_step_with_drafts_equals_decoding_one_by_one(model, method):
         assert not out[rows * queries :].any()
         number += 1
     assert isinstance(graph, RecordedGraph) or DEVICE.type == "cuda"
+
+
+def test_rows_of_a_step_with_as_many_drafts_in_each_request():
+    """Those of a batch of sequences. The host knows them where vLLM does, and no graph holds the step."""
+    blocks, exact = torch.arange(6).view(2, 3).int(), torch.arange(8).view(2, 4).int()
+    starts, lengths = torch.tensor([0, 3, 6]), torch.tensor([5, 3], dtype=torch.int32)
+    for known, captured in (([5, 3], False), ([5, 3], True), (None, False)):
+        metadata = KvqMetadata(starts, lengths, blocks, 3, known, captured, queries=4)
+        step, rows = metadata.step(exact), metadata.batch(exact).decoded
+        assert rows is not None and rows.places == slice(0, 6)
+        assert step.known == (rows.step.known if known and not captured else None)
+        for x, same in ((step.lengths, rows.step.lengths), (step.blocks, rows.step.blocks)):
+            assert torch.equal(x, same)
+        assert step.exact_blocks is not None and torch.equal(step.exact_blocks, rows.step.exact_blocks)
+    assert rows.step.lengths.tolist() == [3, 4, 5, 1, 2, 3]
+    assert KvqMetadata(starts, lengths, blocks, 0, queries=2).batch(exact).decoded is None
