@@ -128,7 +128,7 @@ class Batch:
         return found
 
     def _decodes(self, sequence: Sequence) -> bool:
-        return sequence.tokens <= self.queries
+        return 1 <= sequence.tokens <= self.queries
 
     @cached_property
     def _decoding(self) -> list[Sequence]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from scripted_drafts import CONFIG, ScriptedDrafts
-from vllm_engines import NEW
+from vllm_engines import NEW, V2
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -80,6 +80,7 @@ def test_chunked_prefill_and_preemption_equal_generate(method, case, scripted, s
 def test_ngram_drafts_equal_generate(method, case, start, prompts, accepted):
     """Also with vLLM's V2 runner, which schedules a step before it knows what the last one rejected."""
     with start(method, speculative_config=NGRAM) as engine:
+        assert engine.scheduler.scheduler_config.async_scheduling == V2
         assert token_ids(engine.tokens(prompts)) == case(method).expected
         assert engine.free_blocks == engine.all_blocks
     assert any(right < drafted for drafted, right in accepted)
