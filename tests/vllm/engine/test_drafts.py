@@ -77,8 +77,9 @@ def test_chunked_prefill_and_preemption_equal_generate(method, case, scripted, s
 
 
 @pytest.mark.parametrize("method", ["kivi:sinks=32:recent=96", "klt"])
-def test_ngram_drafts_equal_generate(method, case, start, prompts, accepted):
+def test_ngram_drafts_equal_generate(method, case, start, prompts, accepted, monkeypatch):
     """Also with vLLM's V2 runner, which schedules a step before it knows what the last one rejected."""
+    monkeypatch.setenv("KVQ_VLLM_ASYNC", "1")  # V1 turns it off for these drafts
     with start(method, speculative_config=NGRAM) as engine:
         assert engine.scheduler.scheduler_config.async_scheduling == V2
         assert token_ids(engine.tokens(prompts)) == case(method).expected

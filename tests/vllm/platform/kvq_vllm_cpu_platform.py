@@ -91,7 +91,12 @@ class CpuTestPlatform(CpuPlatform):
         from vllm.config import CompilationMode
 
         define_operations()
+        scheduler = vllm_config.scheduler_config
+        asynchronous = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
+        if os.environ.get("KVQ_VLLM_ASYNC") == "1":
+            # As on a GPU: vLLM's CPU platform schedules a step when the last one has ended.
+            scheduler.async_scheduling = asynchronous
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             # Workers of an engine in this process: copies of it need not import vLLM, a quarter of a minute each.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
