@@ -41,26 +41,35 @@ class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
             impl = getattr(vllm_config.compilation_config.static_forward_context.get(name), "impl", None)
             if isinstance(impl, KvqImpl):
                 impl.release()
+        #: Most queries of a request that decodes.
+        self._queries = 1 + vllm_config.num_speculative_tokens
+        self._guessed = self._queries > 1 and bool(vllm_config.scheduler_config.async_scheduling)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """CUDA graphs hold the attention of steps in which every request has one query, where no layer and codec needs
-        the host."""
+        """CUDA graphs hold the attention of steps in which every request has one query, or one and as many drafted
+        tokens as are drafted at most, where no layer and codec needs the host."""
         engine = Engine.current
         if engine is None or not engine.capturable:
             return AttentionCGSupport.NEVER
+        if vllm_config.num_speculative_tokens:
+            return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KvqMetadata:
         m = common_attn_metadata
-        # Bounds on the lengths, which are exact without speculative decoding; kvq refuses that.
+        # Upper bounds on the lengths. Where vLLM schedules a step before it knows which drafted tokens the last one
+        # rejected, only the device has the lengths.
         bounds = m.seq_lens_cpu_upper_bound
-        known = None if bounds is None or len(bounds) != len(m.seq_lens) else bounds.tolist()
+        exact = bounds is not None and len(bounds) == len(m.seq_lens) and not self._guessed
+        known = bounds.tolist() if exact else None
         graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         lengths = m.seq_lens, m.block_table_tensor
-        return KvqMetadata(m.query_start_loc_cpu, *lengths, m.max_query_len == 1, known, graphs)
+        count = m.max_query_len
+        alike = count == 1 or (count <= self._queries and int(m.query_start_loc_cpu[-1]) == count * len(m.seq_lens))
+        return KvqMetadata(m.query_start_loc_cpu, *lengths, count if alike else 0, known, graphs, self._queries)
 
 
 class KvqBackend(AttentionBackend):
@@ -212,8 +221,8 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         paged, exact = self.bind(layer.layer_name, kv_cache), None
         if self.exact_name is not None:
             exact = get_forward_context().attn_metadata[self.exact_name].blocks
-        if attn_metadata.single and self.engine.capturable:
-            count = len(attn_metadata.lengths)
+        if attn_metadata.alike and self.engine.capturable:
+            count = len(attn_metadata.lengths) * attn_metadata.alike
             new = query[:count], key[:count], value[:count]
             output[:count] = paged.attend_each(*new, attn_metadata.step(exact), self.scaling)
             return output

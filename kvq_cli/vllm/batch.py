@@ -45,6 +45,11 @@ class Sequence:
     exact_blocks: Tensor | None
     shared: Shared = field(default_factory=Shared, repr=False)
 
+    @property
+    def tokens(self) -> int:
+        """How many new tokens it has."""
+        return self.stop - self.start
+
     @cached_property
     def table(self) -> BlockTable:
         """The pages of packed tokens."""
@@ -57,7 +62,7 @@ class Sequence:
 
     def inverse_tables(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """The tables that undo the rotation of the new keys."""
-        positions = self.past, self.past + self.stop - self.start
+        positions = self.past, self.past + self.tokens
 
         def made() -> tuple[Tensor, Tensor]:
             return inverse_tables(rotation, torch.arange(*positions, device=self.blocks.device))
@@ -67,7 +72,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences of a batch with one new token each. places: where the tokens are in the batch."""
+    """Sequences of a batch that decode, a row for each of their tokens. places: where the tokens are in the batch."""
 
     places: slice | Tensor
     step: Step
@@ -76,26 +81,31 @@ class Rows:
     def of(sequences: list[Sequence]) -> Rows:
         """In the order of the batch."""
         sequences = sorted(sequences, key=lambda sequence: sequence.start)
-        starts = [sequence.start for sequence in sequences]
-        first, last = starts[0], starts[-1] + 1
-        adjacent = len(starts) == last - first
-        places = slice(first, last) if adjacent else sent(starts, torch.int64, sequences[0].blocks.device)
+        rows = [row for sequence in sequences for row in range(sequence.start, sequence.stop)]
+        first, last = rows[0], rows[-1] + 1
+        adjacent = len(rows) == last - first
+        places = slice(first, last) if adjacent else sent(rows, torch.int64, sequences[0].blocks.device)
         return Rows(places, _step_of(sequences))
 
 
 def _step_of(sequences: list[Sequence]) -> Step:
-    """The step of these sequences, one new token each."""
-    device, known = sequences[0].blocks.device, [sequence.past + 1 for sequence in sequences]
-    exact = [sequence.exact_blocks for sequence in sequences if sequence.exact_blocks is not None]
-    blocks = torch.stack([sequence.blocks for sequence in sequences]).int()
+    """The step of these sequences, a row for each of their tokens."""
+    device, each = sequences[0].blocks.device, [sequence for sequence in sequences for _ in range(sequence.tokens)]
+    known = [sequence.past + 1 + new for sequence in sequences for new in range(sequence.tokens)]
+    exact = [sequence.exact_blocks for sequence in each if sequence.exact_blocks is not None]
+    blocks = torch.stack([sequence.blocks for sequence in each]).int()
     return Step(sent(known, torch.int32, device), blocks, torch.stack(exact) if exact else None, known)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of a step of vLLM; one object for all layers."""
+    """The sequences of a step of vLLM; one object for all layers.
+
+    queries: most new tokens of a sequence that decodes: one, and those that are drafted for it.
+    """
 
     sequences: list[Sequence]
+    queries: int = 1
 
     @cached_property
     def writers_first(self) -> list[Sequence]:
@@ -109,21 +119,27 @@ class Batch:
 
     @cached_property
     def together(self) -> list[Sequence | Rows]:
-        """`writers_first`, where sequences with one new token that follow each other are appended together: their new
-        tokens are stored before any of them packs."""
+        """`writers_first`, where sequences that decode and follow each other are appended together: their new tokens
+        are stored before any of them packs."""
         found: list[Sequence | Rows] = []
-        for one, run in groupby(self.writers_first, lambda sequence: sequence.stop - sequence.start == 1):
+        for decodes, run in groupby(self.writers_first, self._decodes):
             group = list(run)
-            found += [self._rows(group)] if one else group
+            found += [self._rows(group)] if decodes else group
         return found
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        return 1 <= sequence.tokens <= self.queries
+
+    @cached_property
+    def _decoding(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if self._decodes(sequence)]
 
     @cached_property
     def decoded(self) -> Rows | None:
-        """All sequences with one new token; None where there are none."""
-        single = [sequence for sequence in self.sequences if sequence.stop - sequence.start == 1]
-        return Rows.of(single) if single else None
+        """All sequences that decode; None where there are none."""
+        return Rows.of(self._decoding) if self._decoding else None
 
     def _rows(self, group: list[Sequence]) -> Rows:
         decoded = self.decoded
         assert decoded is not None
-        return decoded if len(group) == len(decoded.step.lengths) else Rows.of(group)
+        return decoded if len(group) == len(self._decoding) else Rows.of(group)

@@ -52,7 +52,6 @@ REFUSED_FLAGS = {
     "--pipeline-parallel-size": ("all layers must be in one process", ("1",)),
     "--decode-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--prefill-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
-    "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
     "--kv-transfer-config": ("blocks of exact tokens cannot be transferred; for prefixes, see --prefix-store", ()),
     "--kv-offloading-size": ("blocks of exact tokens cannot be transferred", ()),
     "--kv-cache-dtype-skip-layers": ("the method says how each layer is stored", ()),

@@ -19,6 +19,7 @@ from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm import rope
 from kvq_cli.vllm.checks import check_flags, check_model, check_plans
+from kvq_cli.vllm.drafts import check_drafts
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
 from kvq_cli.vllm.paged_layer import PagedLayer
 from kvq_cli.vllm.prefix_store.settings import CONNECTOR
@@ -120,12 +121,13 @@ def _check_engine(config: VllmConfig) -> None:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-        "--speculative-config": config.speculative_config is not None,
         "--kv-transfer-config": transfer is not None and transfer.kv_connector != CONNECTOR,
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,
         "--disable-hybrid-kv-cache-manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
     }
     check_flags([flag for flag, is_given in given.items() if is_given])
+    if config.speculative_config is not None:
+        check_drafts(config.speculative_config.method, stores=transfer is not None)
 
 
 def moved(rotation: Rotation, device: torch.device) -> Rotation:

@@ -15,24 +15,28 @@ class KvqMetadata:
     """A batch: request i has the queries [starts[i], starts[i + 1]) and `lengths[i]` tokens with them. All are vLLM's
     own tensors, int32, which it fills anew for each step: a captured step reads them where they are.
 
-    starts: `[requests + 1]` on the CPU. lengths: `[requests]`. blocks: `[requests, blocks]`. single: whether every
-    request has one query. known: the lengths on the host, where vLLM has them there. captured: whether CUDA graphs hold
-    steps: those that run before a graph is captured must be the same work.
+    starts: `[requests + 1]` on the CPU. lengths: `[requests]`. blocks: `[requests, blocks]`. alike: queries of
+    every request, where all decode and have as many; 0 otherwise. known: the lengths on the host, where vLLM has them
+    there. captured: whether CUDA graphs hold steps: those that run before a graph is captured must be the same work.
+    queries: most queries of a request that decodes.
     """
 
     starts: Tensor
     lengths: Tensor
     blocks: Tensor
-    single: bool
+    alike: int
     known: list[int] | None = None
     captured: bool = True
+    queries: int = 1
     _batch: Batch | None = None
     _step: Step | None = None
 
     def step(self, exact: Tensor | None) -> Step:
-        """The batch where every request has one query; made once for all layers. exact: the blocks of exact tokens."""
+        """The batch where requests are `alike`; made once for all layers. exact: the blocks of exact tokens."""
         if self._step is None:
-            self._step = Step(self.lengths, self.blocks, exact, None if self.captured else self.known)
+            known, count = None if self.captured else self.known, self.alike
+            rows = None if known is None else [n - behind for n in known for behind in reversed(range(count))]
+            self._step = Step(self.lengths, self.blocks, exact, rows, queries=count)
         return self._step
 
     def batch(self, exact: Tensor | None) -> Batch:
@@ -47,6 +51,7 @@ class KvqMetadata:
                     Sequence(start, stop, length - (stop - start), blocks[i], None if exact is None else exact[i])
                     for i, (start, stop, length) in enumerate(runs)
                     if stop > start
-                ]
+                ],
+                self.queries,
             )
         return self._batch

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class PagedLayer(CompressedLayer):
     """A layer whose keys and values lie in pages; `attend` computes a step of vLLM.
 
-    kernels: decode sequences with one new token, where they can read the layer; None: the reference does.
+    kernels: decode sequences with one new token, or one and drafted ones, where they can read the layer; None: the
+    reference does.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class PagedLayer(CompressedLayer):
         """Append the new tokens of all sequences and compute their attention, every token as if it were decoded alone.
 
         query: `[tokens, query_heads, head_dim]`, key, value: `[tokens, kv_heads, head_dim]`, after RoPE. Returns
-        `[tokens, query_heads, head_dim]`. Sequences with one new token go together to the kernels. Those with several,
-        and all without kernels, are computed by the reference in PyTorch, one after another.
+        `[tokens, query_heads, head_dim]`. Sequences that decode go together to the kernels. Those with more new
+        tokens, and all without kernels, are computed by the reference in PyTorch, one after another.
         """
         out = torch.empty_like(query)
         kernels = None if form.unusual else self.kernels
@@ -101,7 +102,7 @@ class PagedLayer(CompressedLayer):
         return self.kernels is not None and all(isinstance(each, Codec) and each.capturable for each in codecs)
 
     def attend_each(self, query: Tensor, key: Tensor, value: Tensor, step: Step, scaling: float) -> Tensor:
-        """`attend` of a step with one new token in each row, `[rows, heads, head_dim]`, where `capturable`: nothing is
+        """`attend` of a step, one token in each row, `[rows, heads, head_dim]`, where `capturable`: nothing is
         read back, so that a CUDA graph can hold it, and replay it when the tensors of `step` have changed."""
         if self.kernels is None:
             raise ValueError("only kernels decode the sequences of a step together")

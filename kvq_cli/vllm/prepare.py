@@ -18,6 +18,7 @@ from kvq_cli.methods.base import Method
 from kvq_cli.models import configured_shape, model_config, model_source
 from kvq_cli.vllm.checks import check_flags
 from kvq_cli.vllm.command import ServePlan, serve_plan
+from kvq_cli.vllm.drafts import check_drafts, method_of_flags
 from kvq_cli.vllm.prefix_store.settings import StoreSettings
 from kvq_cli.vllm.served import ServedMethod
 
@@ -36,6 +37,8 @@ def prepare(
     """The plan of a server of `model`. Raises UsageError where the method, its artifact, the model or vLLM's flags do
     not fit each other."""
     check_flags(flags, artifact=isinstance(attachable, Artifact))  # before the artifact is compared with the model
+    if (drafts := method_of_flags(flags)) is not None:
+        check_drafts(drafts, stores=store is not None)
     packaged.check_dtype(model, dtype)
     config = model_config(model, trust_remote_code)
     shape = configured_shape(model, trust_remote_code=trust_remote_code)

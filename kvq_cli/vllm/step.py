@@ -1,4 +1,8 @@
-"""A step in which each sequence decodes one token: where the tokens lie in pages.
+"""A step in which each sequence decodes one token, or one and drafted ones: where the tokens lie in pages.
+
+A row is one token and its query. The tokens of a sequence are rows with the same pages, each as long as the sequence up
+to it: all are stored before any packs, and a row reads what was packed when its token was the newest. A drafted token
+that is rejected leaves numbers and codes where the next step writes: a row reads none behind its own length.
 
 Indices and tables that layers need alike are made once; see `Shared`.
 """
@@ -18,12 +22,13 @@ Places = tuple[Tensor, Tensor]
 
 
 class Step(Shared):
-    """Sequences with one new token each, as kernels take them.
+    """New tokens of sequences, as kernels take them.
 
-    lengths: int32 `[rows]`, their tokens with the new one; 0: no sequence. blocks: int32 `[rows, blocks]`.
-    exact_blocks: integers `[rows, blocks]`, or None. known: the lengths on the host; None: every row encodes the tokens
-    that it would pack next, as in a CUDA graph, which reads the tensors anew. chosen: int64 `[rows]`, which rows of
-    another step these are.
+    lengths: int32 `[sequences]`, their tokens with all new ones; 0: no sequence. blocks: int32 `[sequences, blocks]`.
+    exact_blocks: integers `[sequences, blocks]`, or None. known: the lengths of all rows on the host; None: every row
+    encodes the tokens that it would pack next, as in a CUDA graph, which reads the tensors anew. chosen: int64
+    `[rows]`, which rows of another step these are. queries: new tokens of each sequence, which are rows one after
+    another; the tensors of the step are `[rows]` and `[rows, blocks]`.
     """
 
     def __init__(
@@ -33,11 +38,35 @@ class Step(Shared):
         exact_blocks: Tensor | None,
         known: list[int] | None = None,
         chosen: Tensor | None = None,
+        queries: int = 1,
     ) -> None:
         super().__init__()
-        self.lengths, self.blocks, self.exact_blocks = lengths, blocks, exact_blocks
-        self.known, self.chosen = known, chosen
+        self._sequences = lengths, blocks, exact_blocks
+        self.known, self.chosen, self._queries = known, chosen, queries
         self._layers: set[int] = set()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row's sequence up to its own, int32."""
+        lengths = self._sequences[0]
+        return lengths if self._queries == 1 else self.kept("lengths", lambda: self._lengths(lengths))
+
+    def _lengths(self, lengths: Tensor) -> Tensor:
+        behind = torch.arange(self._queries - 1, -1, -1, dtype=lengths.dtype, device=lengths.device)
+        return (lengths[:, None] - behind).clamp_(min=0).flatten()
+
+    @property
+    def blocks(self) -> Tensor:
+        return self._repeated("blocks", self._sequences[1])
+
+    @property
+    def exact_blocks(self) -> Tensor | None:
+        exact = self._sequences[2]
+        return None if exact is None else self._repeated("exact", exact)
+
+    def _repeated(self, key: str, blocks: Tensor) -> Tensor:
+        """The blocks of each row's sequence."""
+        return blocks if self._queries == 1 else self.kept(key, lambda: blocks.repeat_interleave(self._queries, 0))
 
     def enter(self, layer: int) -> None:
         """Call before a layer uses the step. A layer that comes again begins another pass, as when vLLM captures a step

@@ -84,8 +84,9 @@ class Pages:
             layer.bind(pools, pool if size else None)
         self.size = size
 
-    def attend(self, begin: int, end: int, pasts, query, key, value, form=PLAIN, layer: int = 0):
-        """A step in which row i of begin..end has the next tokens of `query[i]`, in one layer."""
+    def attend(self, begin: int, end: int, pasts, query, key, value, form=PLAIN, layer: int = 0, queries: int = 1):
+        """A step in which row i of begin..end has the next tokens of `query[i]`, in one layer. queries: most tokens of
+        a row that decodes."""
         sequences, at = [], 0
         for row in range(begin, end):
             new = len(query[row])
@@ -93,4 +94,4 @@ class Pages:
             sequences.append(Sequence(at, at + new, pasts[row], self.blocks[row], exact))
             at += new
         q, k, v = (torch.cat(x[begin:end]) for x in (query, key, value))
-        return self.layers[layer].attend(q, k, v, Batch(sequences), DIM**-0.5, form)
+        return self.layers[layer].attend(q, k, v, Batch(sequences, queries), DIM**-0.5, form)

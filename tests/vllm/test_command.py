@@ -160,8 +160,10 @@ def test_quiet(kvq, folder):
         ("kivi", ("-dcp", "2"), "a sequence's tokens are packed together"),
         ("kivi", ("--prefill-context-parallel-size", "2"), "a sequence's tokens are packed together"),
         ("kivi", ("-pcp=2",), "a sequence's tokens are packed together"),
-        ("kivi", ("--speculative-config", "{}"), "drafted tokens"),
-        ("kivi", ("-sc.method=ngram",), "drafted tokens"),
+        ("kivi", ("--speculative-config", '{"model": "draft"}'), "kvq does not serve with method draft_model"),
+        ("kivi", ("--speculative-config", "{"), "must be a JSON object"),
+        ("kivi", ("-sc.method=eagle3", "-sc.model=x"), "kvq does not serve with method eagle3"),
+        ("kivi", ("--spec-method", "mtp"), "kvq does not serve with method mtp"),
         ("kivi", ("--kv-offloading-size", "1"), "cannot be transferred"),
         ("kivi", ("--kv-cache-dtype-skip-layers", "0"), "the method says how each layer is stored"),
         ("kivi", ("--enable-sleep-mode",), "sleep level 2 discards"),
@@ -175,6 +177,19 @@ def test_refusals(kvq, folder, method, flags, message):
     result = kvq("serve", "--model", str(folder), "--method", method, "--dry-run", *flags)
     assert result.exit_code in (1, 2)
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--speculative-config", '{"method": "suffix"}'),
+        ("--speculative_config.method", "ngram"),
+        ("--spec-model=ngram",),
+    ],
+)
+def test_drafts_without_a_model_are_served(kvq, folder, flags):
+    result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags)
+    assert tuple(command(result)[0][-len(flags) :]) == flags
 
 
 def test_artifact_of_another_model(kvq, artifact, tmp_path):

@@ -1,4 +1,4 @@
-"""vLLM's CUDA build on a CPU: the six compiled operations that its CPU runner calls, in PyTorch."""
+"""vLLM's CUDA build on a CPU: the compiled operations that its CPU runner calls, in PyTorch."""
 
 import os
 
@@ -29,6 +29,19 @@ def _packed_linear(output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     output.copy_(torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype)))
 
 
+def _accept_greedy(
+    output: Tensor, ends: Tensor, drafted: Tensor, expected: Tensor, bonus: Tensor, greedy: Tensor | None, _most: int
+) -> None:
+    """The tokens of each request: those drafted as expected, then the first expected one that was not, or the bonus."""
+    for row, stop in enumerate(ends.tolist()):
+        if greedy is not None and not greedy[row]:
+            continue
+        start = int(ends[row - 1]) if row else 0
+        right = int((drafted[start:stop] == expected[start:stop]).long().cumprod(0).sum())
+        tokens = torch.cat([expected[start:stop], bonus[row].view(1)])[: right + 1]
+        output[row, : len(tokens)] = tokens
+
+
 def define_operations() -> None:
     """Define the operations once in this process."""
     global _library
@@ -42,12 +55,17 @@ def define_operations() -> None:
     )
     _library.define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor")
     _library.define("greedy_argmax(Tensor x) -> Tensor")
+    _library.define(
+        "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafted, Tensor expected, "
+        "Tensor bonus, Tensor? greedy, int most) -> ()"
+    )
     # Called for small bfloat16 weights where the processor has AMX.
     _library.define("convert_weight_packed(Tensor weight) -> Tensor")
     _library.define("weight_packed_linear(Tensor(a!) output, Tensor x, Tensor weight, Tensor? bias, bool packed) -> ()")
     _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
     _library.impl("compute_slot_mapping_kernel_impl", _slot_mapping, "CPU")
     _library.impl("fused_gumbel_argmax", _gumbel_argmax, "CPU")
+    _library.impl("rejection_greedy_sample_kernel_impl", _accept_greedy, "CPU")
     _library.impl("greedy_argmax", lambda x: x.argmax(dim=-1), "CPU")
     _library.impl("convert_weight_packed", lambda weight: weight.clone(), "CPU")
     _library.impl("weight_packed_linear", _packed_linear, "CPU")
@@ -73,7 +91,12 @@ class CpuTestPlatform(CpuPlatform):
         from vllm.config import CompilationMode
 
         define_operations()
+        scheduler = vllm_config.scheduler_config
+        asynchronous = scheduler.async_scheduling
         super().check_and_update_config(vllm_config)
+        if os.environ.get("KVQ_VLLM_ASYNC") == "1":
+            # As on a GPU: vLLM's CPU platform schedules a step when the last one has ended.
+            scheduler.async_scheduling = asynchronous
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             # Workers of an engine in this process: copies of it need not import vLLM, a quarter of a minute each.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
