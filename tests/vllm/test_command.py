@@ -335,7 +335,8 @@ def test_prefixes_beside_kvqs_pages(kvq, folder, klt, tmp_path, method):
         (("--prefix-store-artifact", "KLT", "--block-size", "24"), "packs 16 tokens together"),
         (("--prefix-store-artifact", "raw", "--prefix-store-size", "3"), "has no unit"),
         (("--prefix-store-artifact", "raw", "--enable-lora"), "--enable-lora is not supported by the prefix store"),
-        (("--prefix-store-artifact", "raw", "-pp", "2"), "a block's file has all layers"),
+        (("--prefix-store-artifact", "raw", "-pp", "2"), "all layers must be in one process"),
+        (("--prefix-store-artifact", "raw", "--enable-sleep-mode"), "discards the memory in which codebooks"),
         (("--prefix-store-artifact", "raw", "--kv-cache-dtype", "fp8"), "keys and values of the model's dtype"),
     ],
 )

@@ -1,0 +1,178 @@
+"""Prefixes loaded from a prefix store by vLLM with its own cache: bytes, time to first token, and what codes change.
+
+    .venv/vllm/bin/python tools/vllm/prefix_report.py examples/texts/*.txt.xz --model smollm2 --tokens 1000 \
+        --artifacts artifacts/smollm2/klt-4bit artifacts/smollm2/klt-3bit artifacts/smollm2/klt-2bit
+
+Each text gives a prompt. The answer to it, greedy, comes from an engine that computes all of the prompt. Every other
+engine stores the prompts, loads them, and computes the distribution of each token of that answer after the tokens
+before it. `KL` is from the answering engine's distributions, in nats a token, and from those with blocks stored as they
+are; `same` is the share of tokens that are the likeliest; `equal` counts the tokens before the first that is not, which
+a greedy answer shares. Times to the first token are the least of `--rounds` rounds, a mean over prompts; files are in
+the operating system's cache by then. On a machine without a GPU, set KVQ_VLLM_CPU=1: FlexAttention then runs in
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from kvq_cli.data.texts import load_text, token_windows
+from kvq_cli.evaluation.formats import markdown
+from kvq_cli.models import model_source
+from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
+
+#: Without a store.
+COMPUTED = "nothing: computed"
+COLUMNS = ("stored", "bytes", "fewer", "seconds", "KL", "KL to raw", "same", "equal")
+
+
+class Prompt(NamedTuple):
+    """answer: the next tokens."""
+
+    tokens: list[int]
+    answer: list[int]
+
+
+class Found(NamedTuple):
+    """nbytes: of the smallest file, which has codes, where any has; 0: there is none. seconds: to the first token.
+    logs: of probabilities, float32 `[prompts, tokens, vocabulary]`."""
+
+    nbytes: int
+    seconds: float
+    logs: Tensor
+
+
+class Engine:
+    """vLLM in this process. Requests run alone."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        """`count` greedy tokens, where vLLM's own cache has nothing of the prompt."""
+        from vllm import SamplingParams
+
+        self._llm.reset_prefix_cache()
+        greedy = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    def store(self, prompts: list[Prompt]) -> None:
+        """Compute prompts, and wait until their blocks are written."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for prompt in prompts:
+            self.tokens(prompt.tokens, 1)
+        get_kv_transfer_group().transfers.writer.flush()
+
+    def seconds(self, prompt: list[int]) -> float:
+        """The time to the first token."""
+        start = time.perf_counter()
+        self.tokens(prompt, 1)
+        return time.perf_counter() - start
+
+    def logs(self, prompt: Prompt) -> Tensor:
+        """The logarithms of the probabilities of each token of the answer, float32 `[tokens, vocabulary]`."""
+        hidden: list[Tensor] = []
+        (model,) = self._llm.apply_model(lambda model: model)
+        hook = model.model.register_forward_hook(lambda module, inputs, output: hidden.append(output.clone()))
+        self.tokens([*prompt.tokens, *prompt.answer[:-1]], 1)
+        hook.remove()
+        last = torch.cat(hidden)[-len(prompt.answer) :]
+        return model.compute_logits(last).float().log_softmax(-1)
+
+
+@contextmanager
+def running(arguments: argparse.Namespace, store: StoreSettings | None) -> Iterator[Engine]:
+    """An engine with room for one prompt and its answer."""
+    from vllm import LLM
+
+    llm: Any = LLM(
+        model=model_source(arguments.model),
+        enforce_eager=True,
+        dtype=arguments.dtype,
+        block_size=arguments.block_size,
+        attention_config={"backend": arguments.backend},
+        kv_transfer_config=None if store is None else store.transfer_config(),
+        max_num_batched_tokens=512,
+        max_num_seqs=1,
+        max_model_len=arguments.tokens + arguments.new + 1,
+        num_gpu_blocks_override=2 - -(arguments.tokens + arguments.new) // arguments.block_size,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def measure(engine: Engine, prompts: list[Prompt], rounds: int, nbytes: int = 0) -> Found:
+    """nbytes: as in `Found`."""
+    times = [min(engine.seconds(prompt.tokens) for _ in range(rounds)) for prompt in prompts]
+    return Found(nbytes, sum(times) / len(times), torch.stack([engine.logs(prompt) for prompt in prompts]))
+
+
+def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
+    """A row of the table."""
+    right = found.logs.argmax(-1) == computed.logs.argmax(-1)
+    equal = right.long().cumprod(-1).sum(-1).tolist()
+    fewer = f"{raw.nbytes / found.nbytes:.1f} times" if found.nbytes else ""
+    divergences = [f"{divergence(other.logs, found.logs):.4f}" for other in (computed, raw)]
+    own = [f"{found.nbytes:,}" if found.nbytes else "", fewer, f"{found.seconds:.2f}"]
+    return [title, *own, *divergences, f"{100 * right.float().mean():.1f} %", ", ".join(map(str, equal))]
+
+
+def divergence(exact: Tensor, other: Tensor) -> float:
+    """The mean Kullback-Leibler divergence of `other` from `exact`, in nats."""
+    return (exact.exp() * (exact - other)).sum(-1).mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="a prompt each")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model and the cache")
+    parser.add_argument("--artifacts", nargs="+", default=[], metavar="DIR", help="of klt")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--backend", default="FLEX_ATTENTION", help="vLLM's attention")
+    arguments = parser.parse_args()
+    for name, value in {"PYTHONHASHSEED": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        os.environ.setdefault(name, value)
+    tokenizer = AutoTokenizer.from_pretrained(model_source(arguments.model))
+    windows = [
+        token_windows(tokenizer, load_text(text, "evaluation"), arguments.tokens, 1)[0].tolist()
+        for text in arguments.texts
+    ]
+    found = {}
+    with running(arguments, None) as engine:
+        prompts = [Prompt(window, engine.tokens(window, arguments.new)) for window in windows]
+        found[COMPUTED] = measure(engine, prompts, arguments.rounds)
+    for title in (RAW, *arguments.artifacts):
+        with TemporaryDirectory() as folder, running(arguments, StoreSettings(folder, title)) as engine:
+            engine.store(prompts)
+            nbytes = min(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
+            found[title] = measure(engine, prompts, arguments.rounds, nbytes)
+    rows = [row(title, each, found[COMPUTED], found[RAW]) for title, each in found.items()]
+    print(markdown(COLUMNS, rows))
+
+
+if __name__ == "__main__":
+    main()
