@@ -7,9 +7,9 @@ Each text gives a prompt. The answer to it, greedy, comes from an engine that co
 engine stores the prompts, loads them, and computes the distribution of each token of that answer after the tokens
 before it. `KL` is from the answering engine's distributions, in nats a token, and from those with blocks stored as they
 are; `same` is the share of tokens that are the likeliest; `equal` counts the tokens before the first that is not, which
-a greedy answer shares. Times to the first token are the least of `--rounds` rounds, a mean over prompts; files are in
-the operating system's cache by then. On a machine without a GPU, set KVQ_VLLM_CPU=1: FlexAttention then runs in
-PyTorch.
+a greedy answer shares. Times to the first token are the least of `--rounds` rounds, a mean over prompts, on the clock
+and of the CPU, which other programs do not lengthen; files are in the operating system's cache by then. On a machine
+without a GPU, set KVQ_VLLM_CPU=1: FlexAttention then runs in PyTorch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 
 #: Without a store.
 COMPUTED = "nothing: computed"
-COLUMNS = ("stored", "bytes", "fewer", "seconds", "KL", "KL to raw", "same", "equal")
+COLUMNS = ("stored", "bytes", "fewer", "seconds", "of CPU", "KL", "KL to raw", "same", "equal")
 
 
 class Prompt(NamedTuple):
@@ -46,11 +46,11 @@ class Prompt(NamedTuple):
 
 
 class Found(NamedTuple):
-    """nbytes: of the smallest file, which has codes, where any has; 0: there is none. seconds: to the first token.
-    logs: of probabilities, float32 `[prompts, tokens, vocabulary]`."""
+    """nbytes: of the smallest file, which has codes, where any has; 0: there is none. seconds: to the first token,
+    on the clock and of the CPU. logs: of probabilities, float32 `[prompts, tokens, vocabulary]`."""
 
     nbytes: int
-    seconds: float
+    seconds: tuple[float, float]
     logs: Tensor
 
 
@@ -77,11 +77,11 @@ class Engine:
             self.tokens(prompt.tokens, 1)
         get_kv_transfer_group().transfers.writer.flush()
 
-    def seconds(self, prompt: list[int]) -> float:
-        """The time to the first token."""
-        start = time.perf_counter()
+    def seconds(self, prompt: list[int]) -> tuple[float, float]:
+        """The time to the first token, on the clock and of the CPU."""
+        start, cpu = time.perf_counter(), time.process_time()
         self.tokens(prompt, 1)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu
 
     def logs(self, prompt: Prompt) -> Tensor:
         """The logarithms of the probabilities of each token of the answer, float32 `[tokens, vocabulary]`."""
@@ -109,6 +109,7 @@ def running(arguments: argparse.Namespace, store: StoreSettings | None) -> Itera
         max_num_batched_tokens=512,
         max_num_seqs=1,
         max_model_len=arguments.tokens + arguments.new + 1,
+        kv_cache_memory_bytes=1 << 30,
         num_gpu_blocks_override=2 - -(arguments.tokens + arguments.new) // arguments.block_size,
         skip_tokenizer_init=True,
         disable_log_stats=True,
@@ -123,8 +124,9 @@ def running(arguments: argparse.Namespace, store: StoreSettings | None) -> Itera
 
 def measure(engine: Engine, prompts: list[Prompt], rounds: int, nbytes: int = 0) -> Found:
     """nbytes: as in `Found`."""
-    times = [min(engine.seconds(prompt.tokens) for _ in range(rounds)) for prompt in prompts]
-    return Found(nbytes, sum(times) / len(times), torch.stack([engine.logs(prompt) for prompt in prompts]))
+    times = torch.tensor([[engine.seconds(prompt.tokens) for _ in range(rounds)] for prompt in prompts])
+    clock, cpu = times.amin(1).mean(0).tolist()
+    return Found(nbytes, (clock, cpu), torch.stack([engine.logs(prompt) for prompt in prompts]))
 
 
 def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
@@ -133,7 +135,7 @@ def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
     equal = right.long().cumprod(-1).sum(-1).tolist()
     fewer = f"{raw.nbytes / found.nbytes:.1f} times" if found.nbytes else ""
     divergences = [f"{divergence(other.logs, found.logs):.4f}" for other in (computed, raw)]
-    own = [f"{found.nbytes:,}" if found.nbytes else "", fewer, f"{found.seconds:.2f}"]
+    own = [f"{found.nbytes:,}" if found.nbytes else "", fewer, *(f"{seconds:.2f}" for seconds in found.seconds)]
     return [title, *own, *divergences, f"{100 * right.float().mean():.1f} %", ", ".join(map(str, equal))]
 
 

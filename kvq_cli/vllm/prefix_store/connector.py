@@ -155,7 +155,7 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _least(numbers: list[int]) -> list[int]:
     """Return the least of all ranks' numbers, place by place."""
-    least = torch.tensor(numbers)
+    least = torch.tensor(numbers, device="cpu")
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
     return least.tolist()
 

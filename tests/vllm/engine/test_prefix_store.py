@@ -120,8 +120,7 @@ def test_a_second_engine_loads_what_the_first_stored(engine, method, prompts, ex
 def artifact(model, tmp_path_factory):
     """Codes of 4 bits."""
     path = tmp_path_factory.mktemp("artifact") / "klt"
-    config, tensors = random_parts(build_parsed("klt", bits=4), model)
-    save_artifact(path, config, tensors, "card")
+    save_artifact(path, *random_parts(build_parsed("klt", bits=4), model), "card")
     return path
 
 
