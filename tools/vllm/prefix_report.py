@@ -3,13 +3,12 @@
     .venv/vllm/bin/python tools/vllm/prefix_report.py examples/texts/*.txt.xz --model smollm2 --tokens 1000 \
         --artifacts artifacts/smollm2/klt-4bit artifacts/smollm2/klt-3bit artifacts/smollm2/klt-2bit
 
-Each text gives a prompt. The answer to it, greedy, comes from an engine that computes all of the prompt. Every other
-engine stores the prompts, loads them, and computes the distribution of each token of that answer after the tokens
-before it. `KL` is from the answering engine's distributions, in nats a token, and from those with blocks stored as they
-are; `same` is the share of tokens that are the likeliest; `equal` counts the tokens before the first that is not, which
-a greedy answer shares. Times to the first token are the least of `--rounds` rounds, a mean over prompts, on the clock
-and of the CPU, which other programs do not lengthen; files are in the operating system's cache by then. On a machine
-without a GPU, set KVQ_VLLM_CPU=1: FlexAttention then runs in PyTorch.
+Each text gives a prompt and the tokens after it. One engine computes all of the prompt; every other engine stores the
+prompts, loads them, and computes the distribution of each next token after those before it. `KL` is from the first
+engine's distributions, in nats a token, and from those with blocks stored as they are, with the share of tokens whose
+likeliest one is the same. Times to the first token are the least of `--rounds` rounds, a mean over prompts, on the
+clock and of the CPU, which other programs do not lengthen; files are in the operating system's cache by then. On a
+machine without a GPU, set KVQ_VLLM_CPU=1: FlexAttention then runs in PyTorch.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 
 #: Without a store.
 COMPUTED = "nothing: computed"
-COLUMNS = ("stored", "bytes", "fewer", "seconds", "of CPU", "KL", "KL to raw", "same", "equal")
+COLUMNS = ("stored", "bytes", "fewer", "seconds", "of CPU", "KL", "same", "KL to raw", "same")
 
 
 class Prompt(NamedTuple):
-    """answer: the next tokens."""
+    """following: the next tokens of its text."""
 
     tokens: list[int]
-    answer: list[int]
+    following: list[int]
 
 
 class Found(NamedTuple):
@@ -60,43 +59,42 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        """`count` greedy tokens, where vLLM's own cache has nothing of the prompt."""
+    def compute(self, tokens: list[int]) -> None:
+        """Compute the next token, where vLLM's own cache has nothing of the prompt."""
         from vllm import SamplingParams
 
         self._llm.reset_prefix_cache()
-        greedy = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
-        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
-        return list(output.outputs[0].token_ids)
+        greedy = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        self._llm.generate([{"prompt_token_ids": tokens}], greedy, use_tqdm=False)
 
     def store(self, prompts: list[Prompt]) -> None:
         """Compute prompts, and wait until their blocks are written."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         for prompt in prompts:
-            self.tokens(prompt.tokens, 1)
+            self.compute(prompt.tokens)
         get_kv_transfer_group().transfers.writer.flush()
 
     def seconds(self, prompt: list[int]) -> tuple[float, float]:
         """The time to the first token, on the clock and of the CPU."""
         start, cpu = time.perf_counter(), time.process_time()
-        self.tokens(prompt, 1)
+        self.compute(prompt)
         return time.perf_counter() - start, time.process_time() - cpu
 
     def logs(self, prompt: Prompt) -> Tensor:
-        """The logarithms of the probabilities of each token of the answer, float32 `[tokens, vocabulary]`."""
+        """The logarithms of the probabilities of each token after the prompt, float32 `[tokens, vocabulary]`."""
         hidden: list[Tensor] = []
         (model,) = self._llm.apply_model(lambda model: model)
-        hook = model.model.register_forward_hook(lambda module, inputs, output: hidden.append(output.clone()))
-        self.tokens([*prompt.tokens, *prompt.answer[:-1]], 1)
+        hook = model.register_forward_hook(lambda module, inputs, output: hidden.append(output.clone()))
+        self.compute([*prompt.tokens, *prompt.following[:-1]])
         hook.remove()
-        last = torch.cat(hidden)[-len(prompt.answer) :]
+        last = torch.cat(hidden)[-len(prompt.following) :]
         return model.compute_logits(last).float().log_softmax(-1)
 
 
 @contextmanager
 def running(arguments: argparse.Namespace, store: StoreSettings | None) -> Iterator[Engine]:
-    """An engine with room for one prompt and its answer."""
+    """An engine with room for one prompt and the tokens after it."""
     from vllm import LLM
 
     llm: Any = LLM(
@@ -131,12 +129,13 @@ def measure(engine: Engine, prompts: list[Prompt], rounds: int, nbytes: int = 0)
 
 def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
     """A row of the table."""
-    right = found.logs.argmax(-1) == computed.logs.argmax(-1)
-    equal = right.long().cumprod(-1).sum(-1).tolist()
     fewer = f"{raw.nbytes / found.nbytes:.1f} times" if found.nbytes else ""
-    divergences = [f"{divergence(other.logs, found.logs):.4f}" for other in (computed, raw)]
-    own = [f"{found.nbytes:,}" if found.nbytes else "", fewer, *(f"{seconds:.2f}" for seconds in found.seconds)]
-    return [title, *own, *divergences, f"{100 * right.float().mean():.1f} %", ", ".join(map(str, equal))]
+    nbytes = f"{found.nbytes:,}" if found.nbytes else ""
+    cells = [title, nbytes, fewer, *(f"{seconds:.2f}" for seconds in found.seconds)]
+    for other in (computed.logs, raw.logs):
+        same = (found.logs.argmax(-1) == other.argmax(-1)).float().mean().item()
+        cells += [f"{divergence(other, found.logs):.4f}", f"{100 * same:.1f} %"]
+    return cells
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:
@@ -151,7 +150,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the model and the cache")
     parser.add_argument("--artifacts", nargs="+", default=[], metavar="DIR", help="of klt")
     parser.add_argument("--tokens", type=int, default=1000, help="of a prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--new", type=int, default=64, help="tokens after a prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--backend", default="FLEX_ATTENTION", help="vLLM's attention")
@@ -159,13 +158,12 @@ def main() -> None:
     for name, value in {"PYTHONHASHSEED": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         os.environ.setdefault(name, value)
     tokenizer = AutoTokenizer.from_pretrained(model_source(arguments.model))
-    windows = [
-        token_windows(tokenizer, load_text(text, "evaluation"), arguments.tokens, 1)[0].tolist()
-        for text in arguments.texts
-    ]
+    prompts, length = [], arguments.tokens + arguments.new
+    for text in arguments.texts:
+        window = token_windows(tokenizer, load_text(text, "evaluation"), length, 1)[0].tolist()
+        prompts.append(Prompt(window[: arguments.tokens], window[arguments.tokens :]))
     found = {}
     with running(arguments, None) as engine:
-        prompts = [Prompt(window, engine.tokens(window, arguments.new)) for window in windows]
         found[COMPUTED] = measure(engine, prompts, arguments.rounds)
     for title in (RAW, *arguments.artifacts):
         with TemporaryDirectory() as folder, running(arguments, StoreSettings(folder, title)) as engine:

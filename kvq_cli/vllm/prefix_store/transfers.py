@@ -34,7 +34,9 @@ class Transfers:
 
     def load(self, prompts: Sequence[PromptStep]) -> None:
         """Load, before a step, what its prompts ask for."""
-        into, indices, found = [], [], []
+        into: list[int] = []
+        indices: list[int] = []
+        found: list[Tensor] = []
         loading = [prompt for prompt in prompts if prompt.load]
         held = [self._held(prompt) for prompt in loading]
         counts = self._least([len(blocks) for blocks in held]) if loading else []
