@@ -177,8 +177,7 @@ def test_two_ranks_store_their_own_heads(engine, method, prompts, expected, tmp_
     assert len(stored) == 2 * sum(len(prompt) // SIZE for prompt in prompts[:8])
     assert len({path.parent.parent for path in stored}) == 2
     sizes = [path.stat().st_size for path in stored]
-    for path in stored[1 : len(stored) // 2 : 3]:  # of one rank
-        path.write_bytes(path.read_bytes()[:-1])
+    stored[1].write_bytes(stored[1].read_bytes()[:-1])  # of one rank
     with engine(tmp_path, **options) as second:
         tokens, cached = answers(second, prompts)
         assert (tokens, cached) == (expected, full_tokens(prompts))  # vLLM counts what it tried to load
