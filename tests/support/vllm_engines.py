@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,28 @@ def _update_with_unrotated_keys(update: Callable) -> Callable:
     return patched
 
 
+def preempting(patch: pytest.MonkeyPatch, steps: tuple[int, ...]) -> list[str]:
+    """Let vLLM preempt all requests before these steps, counted from now; returns a list that the names of preempted
+    requests are added to. Few blocks alone preempt requests of some methods only."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted, count = [], itertools.count(1)
+    preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
+
+    def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    def resetting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(count) in steps:
+            self.reset_prefix_cache(reset_running_requests=True)
+        return schedule(self, *args, **kwargs)
+
+    patch.setattr(Scheduler, "_preempt_request", counting)
+    patch.setattr(Scheduler, "schedule", resetting)
+    return preempted
+
+
 class RunningEngine:
     """An `LLM` and the parts of it that tests look at."""
 
@@ -79,19 +102,22 @@ class RunningEngine:
 
 
 @contextmanager
-def running(folder: Any, served: ServedMethod, block_size: int, **options: Any) -> Iterator[RunningEngine]:
-    """An engine with 64 MiB of cache, unless `options` say otherwise."""
+def running(folder: Any, served: ServedMethod | None, block_size: int, **options: Any) -> Iterator[RunningEngine]:
+    """An engine with 64 MiB of cache, unless `options` say otherwise. served: None for vLLM's own cache, in the model's
+    dtype, and its FlexAttention."""
     from vllm import LLM
 
+    method: dict[str, Any] = {"attention_config": {"backend": "FLEX_ATTENTION"}}
+    if served is not None:
+        method = {"attention_config": {"backend": "CUSTOM"}, "kv_cache_dtype": "kvq"}
+        method["additional_config"] = served.additional_config()
     llm: Any = LLM(
         model=str(folder),
         enforce_eager=True,
-        kv_cache_dtype="kvq",
         block_size=block_size,
-        attention_config={"backend": "CUSTOM"},
-        additional_config=served.additional_config(),
         disable_log_stats=True,
         **{
+            **method,
             "skip_tokenizer_init": True,
             **({"kernel_config": {"enable_jit_warmup": False}} if V2 else {}),
             "dtype": "float32",

@@ -30,18 +30,22 @@ def folder(model, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def artifact(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("artifact") / "temporal"
-    config, tensors = random_parts(build_parsed("temporalkv", bits=2), model)
-    save_artifact(path, config, tensors, "card")
+def random_artifact(tmp_path_factory, method, model):
+    path = tmp_path_factory.mktemp("artifact") / method.name
+    save_artifact(path, *random_parts(method, model), "card")
     return path
 
 
-def command(result):
+@pytest.fixture(scope="module")
+def artifact(model, tmp_path_factory):
+    return random_artifact(tmp_path_factory, build_parsed("temporalkv", bits=2), model)
+
+
+def command(result, flag="--additional-config"):
+    """The words of the printed command, and the JSON of one of its flags."""
     assert result.exit_code == 0, result.stderr
     words = shlex.split(result.stdout)
-    return words, json.loads(words[words.index("--additional-config") + 1])
+    return words, json.loads(words[words.index(flag) + 1])
 
 
 def test_prints_the_whole_command(kvq, folder):
@@ -303,17 +307,12 @@ def test_another_version_of_vllm_is_left_alone(kvq, folder, monkeypatch, caplog,
 
 @pytest.fixture(scope="module")
 def klt(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("artifact") / "klt"
-    config, tensors = random_parts(build_parsed("klt", bits=4), model)
-    save_artifact(path, config, tensors, "card")
-    return path
+    return random_artifact(tmp_path_factory, build_parsed("klt", bits=4), model)
 
 
 def stored(result):
     """The words of the command, and the settings of its prefix store."""
-    assert result.exit_code == 0, result.stderr
-    words = shlex.split(result.stdout)
-    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    words, transfer = command(result, "--kv-transfer-config")
     assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_both", "recompute")
     return words, StoreSettings.of_extra_config(transfer["kv_connector_extra_config"])
 
@@ -350,7 +349,8 @@ def test_prefixes_beside_kvqs_pages(kvq, folder, klt, tmp_path, method):
         (("--prefix-store-artifact", "KLT", "--block-size", "24"), "packs 16 tokens together"),
         (("--prefix-store-artifact", "raw", "--prefix-store-size", "3"), "has no unit"),
         (("--prefix-store-artifact", "raw", "--enable-lora"), "--enable-lora is not supported by the prefix store"),
-        (("--prefix-store-artifact", "raw", "-pp", "2"), "a block's file has all layers"),
+        (("--prefix-store-artifact", "raw", "-pp", "2"), "all layers must be in one process"),
+        (("--prefix-store-artifact", "raw", "--enable-sleep-mode"), "discards the memory in which codebooks"),
         (("--prefix-store-artifact", "raw", "--kv-cache-dtype", "fp8"), "keys and values of the model's dtype"),
     ],
 )

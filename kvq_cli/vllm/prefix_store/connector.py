@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -34,6 +34,7 @@ from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm import rope
+from kvq_cli.vllm.checks import REFUSED_FLAGS
 from kvq_cli.vllm.engine import Engine, moved, plain_defaults
 from kvq_cli.vllm.prefix_store.identity import fingerprint, model_identity
 from kvq_cli.vllm.prefix_store.pages import ExactPages, Sides, kvq_sides, packed_pages, stock_sides
@@ -53,7 +54,7 @@ class StepMetadata(KVConnectorMetadata):
 
 
 class KvqConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector of one process: the scheduler's, or a worker's."""
+    """Connects one process, the scheduler's or a worker's, to a prefix store."""
 
     _cache_hit_source = CacheHitSource.DISK
 
@@ -73,12 +74,12 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _own(self) -> PrefixStore:
-        """The store of this worker's rank."""
+        """Return the store of this worker's rank."""
         return self._stores[get_tensor_model_parallel_rank() if len(self._stores) > 1 else 0]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A block that is not stored is computed again."""
+        """Return False: a block that is not stored is computed again."""
         return False
 
     # The scheduler's.
@@ -108,7 +109,7 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """False, "not reset": files belong to the weights on disk, and other servers may use them."""
+        """Return False, "not reset": files belong to the weights on disk, and other servers may use them."""
         return False
 
     # A worker's.
@@ -118,7 +119,7 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         names = sorted(kv_caches, key=extract_layer_index)
         with plain_defaults():
             blocks = _blocks(self._vllm_config, [kv_caches[name] for name in names], names, self._codes)
-        self.transfers = Transfers(self._own, blocks, self._size)
+        self.transfers = Transfers(self._own, blocks, self._size, _least if len(self._stores) > 1 else list)
         atexit.register(self.shutdown)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -133,10 +134,10 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self.transfers is None else self.transfers.take_failed()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers were loaded before the step."""
+        """Do nothing: all layers were loaded before the step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """All layers are stored after the step."""
+        """Do nothing: all layers are stored after the step."""
 
     def shutdown(self) -> None:
         """Write what waits."""
@@ -150,6 +151,13 @@ class KvqConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata.prompts
+
+
+def _least(numbers: list[int]) -> list[int]:
+    """Return the least of all ranks' numbers, place by place."""
+    least = torch.tensor(numbers, device="cpu")
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
+    return least.tolist()
 
 
 def _check(config: VllmConfig, kv_cache_config: Any, block_size: int) -> None:
@@ -172,15 +180,13 @@ def _check(config: VllmConfig, kv_cache_config: Any, block_size: int) -> None:
         "keys and values, which latent attention (MLA) does not cache": model.use_mla,
         "positions in the text, which M-RoPE does not have": model.uses_mrope,
         "no --enable-lora: hashes of blocks name an adapter, not its weights": config.lora_config is not None,
+        f"no --enable-sleep-mode: {REFUSED_FLAGS['--enable-sleep-mode'][0]}": model.enable_sleep_mode,
         "no pipeline and context parallelism": max(
             parallel.pipeline_parallel_size,
             parallel.decode_context_parallel_size,
             parallel.prefill_context_parallel_size,
         )
         > 1,
-        "no tensor parallelism: a block that one rank lacks spoils what the others store": (
-            parallel.tensor_parallel_size > 1
-        ),
         "hashes of whole blocks": spec.block_size != block_size,
         '"kv_role": "kv_both" in --kv-transfer-config': transfer.kv_role != "kv_both",
         '"kv_load_failure_policy": "recompute" in --kv-transfer-config': transfer.kv_load_failure_policy != "recompute",
@@ -191,7 +197,7 @@ def _check(config: VllmConfig, kv_cache_config: Any, block_size: int) -> None:
 
 
 def _fingerprints(config: VllmConfig, block_size: int, codes: Artifact | None) -> list[str]:
-    """One for each rank. They must not depend on the process that computes them."""
+    """Return a fingerprint for each rank. They must not depend on the process that computes them."""
     model, cache, ranks = config.model_config, config.cache_config, config.parallel_config.tensor_parallel_size
     others = {
         "model": model_identity(model.model, model.revision),
@@ -214,7 +220,7 @@ def _fingerprints(config: VllmConfig, block_size: int, codes: Artifact | None) -
 def _blocks(
     config: VllmConfig, caches: Sequence[Tensor], names: Sequence[str], codes: Artifact | None
 ) -> ExactBlocks | PackedBlocks:
-    """The blocks of this rank's caches, layer by layer. names: vLLM's, of the layers."""
+    """Return the blocks of this rank's caches, layer by layer. names: vLLM's, of the layers."""
     model, size = config.model_config, config.cache_config.block_size
     text, ranks, device = model.hf_text_config, config.parallel_config.tensor_parallel_size, caches[0].device
     head_dim, layers, dtype = model.get_head_size(), text.num_hidden_layers, dtype_name(model.dtype)

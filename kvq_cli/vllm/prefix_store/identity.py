@@ -12,14 +12,16 @@ from kvq_cli.errors import UsageError
 from kvq_cli.vllm.prefix_store.store import FORMAT
 from kvq_cli.vllm.prepare import weights_folder
 
-#: Bytes of each tensor that stand for it: training changes all of them.
-_SAMPLE = 4096
+#: Bytes at each end of a tensor that stand for it: training changes all of them, and new tokens the last ones.
+_SAMPLE = 2048
 
 
 def model_identity(source: str, revision: str | None) -> str:
-    """sha256 of a model's configuration and of the start of each weight. UsageError where they cannot be read here.
+    """Return the sha256 of a model's configuration, of its tensors' names and shapes, and of both ends of each tensor.
 
-    Keys and values depend on all weights, of which an artifact's fingerprint has some. source: its folder or Hub id.
+    Keys and values depend on all weights, of which an artifact's fingerprint has some. A model that differs between
+    these ends alone counts as the same. Raises UsageError for weights that cannot be read here. source: its folder or
+    Hub id.
     """
     folder = weights_folder(source, revision)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -41,12 +43,13 @@ def _add_weights(digest: Any, path: Path) -> None:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         for entry in tensors.values():
             first, last = entry["data_offsets"]
-            file.seek(8 + size + first)
-            digest.update(file.read(min(last - first, _SAMPLE)))
+            for place in (first, max(first, last - _SAMPLE)):
+                file.seek(8 + size + place)
+                digest.update(file.read(min(last - place, _SAMPLE)))
 
 
 def fingerprint(rank: int, ranks: int, block_size: int, dtype: str, **others: Any) -> str:
-    """The fingerprint of the blocks of one of `ranks`.
+    """Return the fingerprint of the blocks of one of `ranks`.
 
     dtype: of the cache. others: the model's identity, how it is loaded, the digest of the codes' artifact, ...
     """

@@ -34,7 +34,7 @@ class Planner:
         self._loads: dict[str, int] = {}  # tokens to load in the next step, of requests that begin with it
 
     def matched(self, request: Any, computed: int) -> int:
-        """Tokens after the first `computed` whose blocks have files; at least one token is left to compute."""
+        """Count tokens after the first `computed` whose blocks have files; at least one token is left to compute."""
         first = index = computed // self._size
         while index < (request.num_tokens - 1) // self._size and self._is_stored(request.block_hashes[index]):
             index += 1
@@ -52,7 +52,7 @@ class Planner:
     def steps(
         self, computed: Mapping[str, int], scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]
     ) -> list[PromptStep]:
-        """The prompts of a step.
+        """Return the prompts of a step.
 
         computed: tokens of each request of the step before it, those that it loads among them. scheduled: tokens that
         it computes. blocks_of: vLLM's blocks of a request.
@@ -76,5 +76,5 @@ class Planner:
         return PromptStep(list(blocks[: -(-end // self._size)]), keys, computed, load, store)
 
     def _is_stored(self, key: bytes) -> bool:
-        """Whether all ranks' parts of a block have files."""
+        """Return whether all ranks' parts of a block have files."""
         return all(bytes(key) in store for store in self._stores)

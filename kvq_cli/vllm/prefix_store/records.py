@@ -35,7 +35,7 @@ class LayerRecord:
             self._parts.append(parts)
 
     def encode(self, keys: Tensor, values: Tensor, indices: Tensor) -> Tensor:
-        """uint8 `[blocks, nbytes]` of keys after RoPE and values, `[blocks, kv_heads, block_size, head_dim]`.
+        """Pack keys after RoPE and values, `[blocks, kv_heads, block_size, head_dim]`, into uint8 `[blocks, nbytes]`.
 
         indices: `[blocks]`, int64, of the blocks in their sequences; they give the positions of keys.
         """
@@ -49,19 +49,19 @@ class LayerRecord:
         return record
 
     def decode(self, record: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of `encode`, in the model's dtype."""
+        """Undo `encode`, in the model's dtype."""
         keys = self._decoded(self._keys, self._parts[0], record)
         if self._keys.source == "pre_rope":
             keys = self._rotation.rotate(keys, *self._rotation.tables(self._positions(indices)))
         return keys.to(self._dtype), self._decoded(self._values, self._parts[1], record).to(self._dtype)
 
     def _decoded(self, stream: StreamPlan, parts: dict[str, PagePart], record: Tensor) -> Tensor:
-        """float32 `[blocks, kv_heads, block_size, head_dim]`."""
+        """Return float32 `[blocks, kv_heads, block_size, head_dim]`."""
         views = {name: Part(part.view([record], self._block_size), part.unit) for name, part in parts.items()}
         return codec_of(stream).decode(Packed(self._block_size, views), torch.float32)
 
     def _positions(self, indices: Tensor) -> Tensor:
-        """`[blocks, 1, block_size]`."""
+        """Return positions, `[blocks, 1, block_size]`."""
         return (indices[:, None] * self._block_size + torch.arange(self._block_size, device=indices.device))[:, None]
 
 
@@ -70,7 +70,7 @@ Records: TypeAlias = "Sequence[LayerRecord]"
 
 
 def exact_records(shape: ModelShape, block_size: int, rotation: Rotation) -> Records:
-    """Keys and values as they are."""
+    """Return records of keys and values as they are."""
     plan = Fp16().plan(0, shape, {})
     return [LayerRecord(plan, shape, block_size, rotation)] * shape.layers
 
@@ -78,7 +78,7 @@ def exact_records(shape: ModelShape, block_size: int, rotation: Rotation) -> Rec
 def coded_records(
     plans: Sequence[LayerPlan], shape: ModelShape, block_size: int, rotations: Sequence[Rotation]
 ) -> Records:
-    """klt's codes. Raises UsageError for a block size that cuts what is packed together."""
+    """Return records of klt's codes. Raises UsageError for a block size that cuts what is packed together."""
     unit = math.lcm(*(stream.codec.block_tokens for plan in plans for stream in plan.kept))
     if block_size % unit:
         raise UsageError(f"--block-size {block_size}: the prefix store packs {unit} tokens together; use a multiple")
@@ -98,11 +98,11 @@ class ExactBlocks:
     exact_blocks: int
 
     def nbytes(self, index: int) -> int:
-        """Bytes of the block `index` of a sequence."""
+        """Return the bytes of the block `index` of a sequence."""
         return sum(record.nbytes for record in self._records(index < self.exact_blocks))
 
     def read(self, blocks: Sequence[int], indices: Sequence[int]) -> list[Tensor]:
-        """The bytes of vLLM's `blocks`, which are those of `indices` in their sequences: uint8 on the CPU."""
+        """Copy the bytes of vLLM's `blocks`, which are those of `indices` in their sequences: uint8 on the CPU."""
         found: dict[int, Tensor] = {}
         for places, records in self._split(indices):
             ids, index = self._at(blocks, places), self._at(indices, places)
@@ -123,7 +123,7 @@ class ExactBlocks:
         return self.exact if exact else self.coded
 
     def _split(self, indices: Sequence[int]) -> list[tuple[list[int], Records]]:
-        """(places in `indices`, the records of their blocks), none without places."""
+        """Return (places in `indices`, the records of their blocks), none without places."""
         by_kind: dict[bool, list[int]] = {}
         for place, index in enumerate(indices):
             by_kind.setdefault(index < self.exact_blocks, []).append(place)
@@ -140,15 +140,15 @@ class PackedBlocks:
     pages: Sequence[Tensor]
 
     def nbytes(self, index: int) -> int:
-        """Bytes of a block."""
+        """Return the bytes of a block."""
         return sum(page.shape[1] for page in self.pages)
 
     def read(self, blocks: Sequence[int], indices: Sequence[int]) -> list[Tensor]:
-        """As `ExactBlocks.read`."""
+        """Copy as `ExactBlocks.read`."""
         return list(torch.cat([page[list(blocks)] for page in self.pages], dim=1).cpu().unbind())
 
     def write(self, blocks: Sequence[int], indices: Sequence[int], stored: Sequence[Tensor]) -> None:
-        """As `ExactBlocks.write`."""
+        """Fill as `ExactBlocks.write`."""
         rows = torch.stack(list(stored)).to(self.pages[0].device)
         for page, part in zip(self.pages, rows.split([page.shape[1] for page in self.pages], dim=1), strict=True):
             page[list(blocks)] = part

@@ -29,7 +29,7 @@ class StoreSettings:
 
     @classmethod
     def of_extra_config(cls, config: Mapping[str, Any]) -> StoreSettings:
-        """Those of vLLM's `kv_connector_extra_config`. Raises UsageError for others."""
+        """Read those of vLLM's `kv_connector_extra_config`. Raises UsageError for others."""
         if unknown := set(config) - {"folder", "artifact", "size"}:
             raise UsageError(f'kv_connector_extra_config: no {min(unknown)!r}; it has "folder", "artifact", "size"')
         if not {"folder", "artifact"} <= set(config):
@@ -43,12 +43,12 @@ class StoreSettings:
 
     @property
     def capacity(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return parse_bytes(self.size, "--prefix-store-size")
 
     def load_codes(self) -> Artifact | None:
-        """klt's artifact; None: blocks are stored as they are. Raises KvqError for one that cannot be read, UsageError
-        for one of another method."""
+        """Load klt's artifact; None: blocks are stored as they are. Raises KvqError for one that cannot be read,
+        UsageError for one of another method."""
         if self.artifact == RAW:
             return None
         artifact = load_artifact(Path(self.artifact))
@@ -57,7 +57,7 @@ class StoreSettings:
         return artifact
 
     def transfer_config(self) -> dict[str, Any]:
-        """vLLM's `--kv-transfer-config`."""
+        """Return vLLM's `--kv-transfer-config`."""
         folder = str(Path(self.folder).absolute())
         artifact = RAW if self.artifact == RAW else str(Path(self.artifact).absolute())
         return {
@@ -69,10 +69,10 @@ class StoreSettings:
         }
 
     def flags(self) -> list[str]:
-        """vLLM's flags that set the store up."""
+        """Return vLLM's flags that set the store up."""
         return ["--kv-transfer-config", json.dumps(self.transfer_config())]
 
     def summary(self) -> str:
-        """What is stored, in words."""
+        """Say what is stored, in words."""
         kept = "as they are" if self.artifact == RAW else f"in codes of {self.artifact}"
         return f"full blocks of prompts are stored {kept} in {self.folder}, up to {self.size}"

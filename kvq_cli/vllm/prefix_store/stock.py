@@ -9,7 +9,7 @@ from kvq_cli import packaged
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.models import configured_shape, model_config, model_source
-from kvq_cli.vllm.checks import check_model, refuse_flags
+from kvq_cli.vllm.checks import REFUSED_FLAGS, check_model, refuse_flags
 from kvq_cli.vllm.command import shutdown_timeout, whole_number
 from kvq_cli.vllm.flags import flag_value, without
 from kvq_cli.vllm.layout import token_bytes
@@ -19,10 +19,9 @@ from kvq_cli.vllm.shard import check_ranks
 #: Tokens of a block unless --block-size is given: a file for each 16 tokens, vLLM's own choice, would be small.
 BLOCK_SIZE = 64
 _OWN = ("--block-size", "--dtype", "--shutdown-timeout")
+_PARALLEL = ("--pipeline-parallel-size", "--decode-context-parallel-size", "--prefill-context-parallel-size")
 _REFUSED = {
-    "--pipeline-parallel-size": ("a block's file has all layers", ("1",)),
-    "--decode-context-parallel-size": ("a block's tokens must be on one rank", ("1",)),
-    "--prefill-context-parallel-size": ("a block's tokens must be on one rank", ("1",)),
+    **{name: REFUSED_FLAGS[name] for name in (*_PARALLEL, "--enable-sleep-mode")},
     "--kv-cache-dtype": ("it stores keys and values of the model's dtype", ("auto",)),
     "--enable-lora": ("hashes of blocks name an adapter, not its weights", ()),
     "--kv-transfer-config": ("it is a connector itself", ()),
@@ -44,7 +43,7 @@ class StockPlan:
     store: StoreSettings
 
     def arguments(self) -> list[str]:
-        """The arguments of `vllm`."""
+        """Return the arguments of `vllm`."""
         words = ["serve", self.source, "--dtype", self.shape.dtype, "--block-size", str(self.block_size)]
         words += ["--shutdown-timeout", str(self.shutdown_timeout)]
         if flag_value(self.flags, "--served-model-name") is None:
@@ -52,7 +51,7 @@ class StockPlan:
         return [*words, *self.store.flags(), *without(self.flags, _OWN)]
 
     def summary(self) -> str:
-        """The cache and the store, in words."""
+        """Describe the cache and the store, in words."""
         exact = token_bytes(self.shape) * self.shape.layers * self.block_size
         return (
             f"the cache is vLLM's own, in {self.shape.dtype}, without compression; a block: {self.block_size} tokens, "

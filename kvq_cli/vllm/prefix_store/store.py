@@ -49,16 +49,16 @@ class PrefixStore:
         self._since = 0
 
     def path(self, key: bytes) -> Path:
-        """The file of the block with this hash."""
+        """Return the file of the block with this hash."""
         name = key.hex()
         return self._own / name[-2:] / f"{name}{_SUFFIX}"
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether there is a file, which may be damaged."""
+        """Return whether there is a file, which may be damaged."""
         return os.path.isfile(self.path(key))  # False also where a disk does not answer
 
     def load(self, key: bytes, nbytes: int) -> Tensor | None:
-        """The block, uint8 `[nbytes]`. None: there is none, or it is damaged or foreign; then its file is removed."""
+        """Read a block, uint8 `[nbytes]`. None: there is none, or its file was damaged or foreign, and is removed."""
         path = self.path(key)
         try:
             with reading(path):
@@ -127,7 +127,7 @@ class PrefixStore:
         return about | {"sha256": digest.hexdigest()}
 
     def _files(self) -> Iterator[_File]:
-        """All blocks of all fingerprints. Removes partial files whose writers ended."""
+        """Yield all blocks of all fingerprints. Removes partial files whose writers ended."""
         for parent, _, names in os.walk(self.folder):
             for name in names:
                 path = Path(parent, name)

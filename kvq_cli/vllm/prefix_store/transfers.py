@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from kvq_cli.vllm.prefix_store.planning import PromptStep
 from kvq_cli.vllm.prefix_store.records import ExactBlocks, PackedBlocks
@@ -11,10 +13,20 @@ from kvq_cli.vllm.prefix_store.writer import Writer
 
 
 class Transfers:
-    """store: of this rank. blocks: of its cache, of `block_size` tokens."""
+    """store: of this rank. blocks: of its cache, of `block_size` tokens.
 
-    def __init__(self, store: PrefixStore, blocks: ExactBlocks | PackedBlocks, block_size: int) -> None:
-        self._store, self._blocks, self._size = store, blocks, block_size
+    least: the least of all ranks' numbers, place by place. A block that one rank lacks is lost to all: each layer sums
+    over the heads of all ranks.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        blocks: ExactBlocks | PackedBlocks,
+        block_size: int,
+        least: Callable[[list[int]], list[int]] = list,
+    ) -> None:
+        self._store, self._blocks, self._size, self._least = store, blocks, block_size, least
         self.writer = Writer(store)
         #: vLLM's blocks that were not loaded, since the last `take_failed`.
         self._failed: set[int] = set()
@@ -22,22 +34,31 @@ class Transfers:
 
     def load(self, prompts: Sequence[PromptStep]) -> None:
         """Load, before a step, what its prompts ask for."""
-        into, indices, found = [], [], []
-        for prompt in prompts:
-            for index in prompt.load:
-                block = self._store.load(prompt.keys[index], self._blocks.nbytes(index))
-                if block is None:  # vLLM computes from here on
-                    lost = prompt.blocks[index : prompt.load.stop]
-                    self._failed.update(lost)
-                    self._wrong.add(lost)
-                    break
-                into.append(prompt.blocks[index])
-                indices.append(index)
-                found.append(block)
-            if prompt.load:
-                self.writer.put(prompt.keys[: prompt.load.stop], {})
+        into: list[int] = []
+        indices: list[int] = []
+        found: list[Tensor] = []
+        loading = [prompt for prompt in prompts if prompt.load]
+        held = [self._held(prompt) for prompt in loading]
+        counts = self._least([len(blocks) for blocks in held]) if loading else []
+        for prompt, blocks, count in zip(loading, held, counts, strict=True):
+            loaded, lost = prompt.load[:count], prompt.load[count:]  # vLLM computes from the first lost block on
+            into += [prompt.blocks[index] for index in loaded]
+            indices += loaded
+            found += blocks[:count]
+            self._failed.update(prompt.blocks[index] for index in lost)
+            self._wrong.add([prompt.blocks[index] for index in lost])
+            self.writer.put(prompt.keys[: prompt.load.stop], {})
         if found:
             self._blocks.write(into, indices, found)
+
+    def _held(self, prompt: PromptStep) -> list[Tensor]:
+        """Read the blocks to load, up to the first that the store does not have."""
+        blocks = []
+        for index in prompt.load:
+            if (block := self._store.load(prompt.keys[index], self._blocks.nbytes(index))) is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def store(self, prompts: Sequence[PromptStep]) -> None:
         """Store, after a step, what its prompts ask for: the bytes are on the host when this returns."""
@@ -56,7 +77,7 @@ class Transfers:
                 self.writer.put(keys, {key: stored.pop(key) for key in keys if key in stored})
 
     def take_failed(self) -> set[int]:
-        """vLLM's blocks that were not loaded since the last call."""
+        """Return vLLM's blocks that were not loaded since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 

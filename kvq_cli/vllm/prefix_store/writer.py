@@ -32,7 +32,7 @@ class Writer:
         self._thread.start()
 
     def wants(self, key: bytes) -> bool:
-        """Whether a block is neither stored nor waiting, and there is room to wait."""
+        """Return whether a block is neither stored nor waiting, and there is room to wait."""
         with self._changed:
             free = self._nbytes < self._max_waiting and key not in self._waiting
         return free and key not in self._store

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from random_artifacts import random_parts
-from vllm_engines import generated, running
+from vllm_engines import generated, preempting, running
 
 from kvq_cli.artifact import save_artifact
 from kvq_cli.errors import UsageError
@@ -40,14 +40,21 @@ def expected(model, prompts):
 
 @pytest.fixture
 def engine(folder):
-    """`with engine(store, artifact, method="fp16") as running:` with kvq's pages."""
+    """`with engine(store, artifact, method="fp16") as running:` with kvq's pages; method None: with vLLM's own."""
 
     def start(store, artifact=RAW, method="fp16", **options):
         settings = StoreSettings(str(store), str(artifact), options.pop("size", "1GiB"))
-        options = {"max_num_seqs": 16, "kv_transfer_config": settings.transfer_config(), **options}
-        return running(folder, ServedMethod(build_parsed(method, bits=2)), SIZE, **options)
+        # FlexAttention in PyTorch computes every query with all of the cache.
+        memory = {} if method else {"num_gpu_blocks_override": 100}
+        options = {"max_num_seqs": 16, "kv_transfer_config": settings.transfer_config(), **memory, **options}
+        served = None if method is None else ServedMethod(build_parsed(method, bits=2))
+        return running(folder, served, SIZE, **options)
 
     return start
+
+
+#: kvq's pages, and vLLM's own.
+each_cache = pytest.mark.parametrize("method", ["fp16", None], ids=["kvq", "vllm"])
 
 
 def answers(engine, prompts):
@@ -72,33 +79,19 @@ def files(folder):
     return sorted(folder.rglob("*.safetensors"))
 
 
-def test_a_second_engine_loads_what_the_first_stored(engine, prompts, expected, tmp_path, monkeypatch):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    with engine(tmp_path) as first:
+@each_cache
+def test_a_second_engine_loads_what_the_first_stored(engine, method, prompts, expected, tmp_path, monkeypatch):
+    with engine(tmp_path, method=method) as first:
         assert answers(first, prompts)[0] == expected
     stored = files(tmp_path)  # the end of the engine waits for the writer
     assert len(stored) == sum(len(prompt) // SIZE for prompt in prompts[:8])
     assert not list(tmp_path.rglob("*.partial"))
 
-    preempted, steps = [], itertools.count(1)
-    preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
-
-    def counting(self, request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(self, request, *args, **kwargs)
-
-    def resetting(self, *args, **kwargs):
-        if next(steps) in (4, 7):
-            self.reset_prefix_cache(reset_running_requests=True)
-        return schedule(self, *args, **kwargs)
-
-    with engine(tmp_path, max_num_batched_tokens=48, max_num_seqs=8) as second:  # prompts in chunks
+    with engine(tmp_path, method=method, max_num_batched_tokens=48, max_num_seqs=8) as second:  # prompts in chunks
         tokens, cached = answers(second, prompts)
         assert tokens == expected and cached == full_tokens(prompts)
         with monkeypatch.context() as patch:
-            patch.setattr(Scheduler, "_preempt_request", counting)
-            patch.setattr(Scheduler, "schedule", resetting)
+            preempted = preempting(patch, (4, 7))
             second.llm.reset_prefix_cache()
             assert answers(second, prompts)[0] == expected and preempted
         assert files(tmp_path) == stored
@@ -123,12 +116,40 @@ def test_a_second_engine_loads_what_the_first_stored(engine, prompts, expected, 
         assert answers(second, prompts) == (expected, full_tokens(prompts))
 
 
-def test_codes_of_4_bits_and_eviction(engine, model, prompts, tmp_path):
+@pytest.fixture(scope="module")
+def artifact(model, tmp_path_factory):
+    """Codes of 4 bits."""
+    path = tmp_path_factory.mktemp("artifact") / "klt"
+    save_artifact(path, *random_parts(build_parsed("klt", bits=4), model), "card")
+    return path
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["raw", "codes"])
+def test_a_load_into_16_bit_pages_of_vllm_gives_what_its_own_prefix_cache_gives(
+    engine, artifact, codes, prompts, tmp_path
+):
+    """The same steps on the same bits; with codes, on the bits that an engine with the same codes loads."""
+    options = {"artifact": artifact if codes else RAW, "method": None, "dtype": "bfloat16"}
+    with engine(tmp_path, **options) as first:
+        answers(first, prompts)
+        flush(first)
+        if codes:
+            first.llm.reset_prefix_cache()
+            answers(first, prompts)
+        found = answers(first, prompts)
+        assert found[1] == full_tokens(prompts)
+        sizes = {path.stat().st_size for path in files(tmp_path)}
+        assert max(sizes) > 2 * 2 * 2 * SIZE * 64 * 2  # layers, keys and values, heads: 16 bits
+        assert max(sizes) > (3 if codes else 0) * min(sizes)
+    with engine(tmp_path, **options) as second:
+        assert answers(second, prompts) == found
+
+
+@each_cache
+def test_codes_of_4_bits_and_eviction(engine, artifact, method, prompts, tmp_path):
     """Answers after a load from codes do not depend on the engine; the folder does not outgrow its size."""
-    artifact, store = tmp_path / "klt", tmp_path / "store"
-    config, tensors = random_parts(build_parsed("klt", bits=4), model)
-    save_artifact(artifact, config, tensors, "card")
-    with engine(store, artifact) as first:
+    store = tmp_path / "store"
+    with engine(store, artifact, method) as first:
         answers(first, prompts)
         flush(first)
         sizes = sorted({path.stat().st_size for path in files(store)})
@@ -137,13 +158,32 @@ def test_codes_of_4_bits_and_eviction(engine, model, prompts, tmp_path):
         tokens, cached = answers(first, prompts)
         assert cached == full_tokens(prompts)
     capacity = sum(path.stat().st_size for path in files(store)) * 5 // 4
-    with engine(store, artifact, size=f"{capacity}B") as second:
+    with engine(store, artifact, method, size=f"{capacity}B") as second:
         assert answers(second, prompts) == (tokens, cached)
         before = files(store)
         answers(second, [[9, *prompt] for prompt in prompts])
         flush(second)
         assert sum(path.stat().st_size for path in files(store)) <= capacity
         assert set(files(store)) - set(before) and set(before) - set(files(store))
+
+
+@each_cache
+def test_two_ranks_store_their_own_heads(engine, method, prompts, expected, tmp_path):
+    """A block that one of them lost is computed again by both."""
+    options = {"method": method, "tensor_parallel_size": 2}
+    with engine(tmp_path, **options) as first:
+        assert answers(first, prompts)[0] == expected
+    stored = files(tmp_path)
+    assert len(stored) == 2 * sum(len(prompt) // SIZE for prompt in prompts[:8])
+    assert len({path.parent.parent for path in stored}) == 2
+    sizes = [path.stat().st_size for path in stored]
+    stored[1].write_bytes(stored[1].read_bytes()[:-1])  # of one rank
+    with engine(tmp_path, **options) as second:
+        tokens, cached = answers(second, prompts)
+        assert (tokens, cached) == (expected, full_tokens(prompts))  # vLLM counts what it tried to load
+        assert second.free_blocks == second.all_blocks
+    assert files(tmp_path) == stored
+    assert [path.stat().st_size for path in stored] == sizes  # written again
 
 
 def test_pages_of_a_method_are_stored_as_they_are(engine, prompts, tmp_path):
@@ -157,7 +197,7 @@ def test_pages_of_a_method_are_stored_as_they_are(engine, prompts, tmp_path):
 
 def config(**changes):
     """What the connector reads of a configuration, as far as `_check` does."""
-    model = SimpleNamespace(use_mla=False, uses_mrope=False)
+    model = SimpleNamespace(use_mla=False, uses_mrope=False, enable_sleep_mode=False)
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     parallel = SimpleNamespace(**dict.fromkeys(("tensor_parallel_size", *sizes), 1))
     transfer = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute")
@@ -187,7 +227,7 @@ def groups(count=1, **options):
         ({"use_mla": True}, {}, "MLA"),
         ({"uses_mrope": True}, {}, "M-RoPE"),
         ({"pipeline_parallel_size": 2}, {}, "no pipeline and context parallelism"),
-        ({"tensor_parallel_size": 2}, {}, "no tensor parallelism"),
+        ({"enable_sleep_mode": True}, {}, "no --enable-sleep-mode: sleep level 2"),
         ({"kv_role": "kv_producer"}, {}, "kv_both"),
         ({"kv_load_failure_policy": "fail"}, {}, "recompute"),
         ({"lora_config": 1}, {}, "no --enable-lora"),

@@ -1,9 +1,7 @@
 """Every method gives the tokens of `generate` inside vLLM, however requests are scheduled."""
 
-import itertools
-
 import pytest
-from vllm_engines import SAMPLED
+from vllm_engines import SAMPLED, preempting
 
 METHODS = (
     "fp16",
@@ -57,22 +55,7 @@ def test_pages_of_layers_with_different_bits(case):
 
 @each_method
 def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, monkeypatch):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    preempted, steps = [], itertools.count(1)
-    preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
-
-    def counting(self, request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(self, request, *args, **kwargs)
-
-    def resetting(self, *args, **kwargs):
-        if next(steps) in (20, 35):  # few blocks alone preempt requests of some methods only
-            self.reset_prefix_cache(reset_running_requests=True)
-        return schedule(self, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    monkeypatch.setattr(Scheduler, "schedule", resetting)
+    preempted = preempting(monkeypatch, (20, 35))
     layout = case(method).smallest
     exact = 0 if layout.exact is None else layout.exact.blocks + -(-48 // layout.exact.block_size) + 1
     few = {"max_model_len": 736, "num_gpu_blocks_override": -(-736 // layout.block_size) + exact + 2}

@@ -1,4 +1,4 @@
-"""vLLM's CUDA build on a CPU: the compiled operations that its CPU runner calls, in PyTorch."""
+"""vLLM's CUDA build on a CPU: the compiled operations that its CPU runner and its FlexAttention call, in PyTorch."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from vllm.platforms.cpu import CpuPlatform
 
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tensor, block_size: int) -> None:
@@ -42,33 +42,56 @@ def _accept_greedy(
         output[row, : len(tokens)] = tokens
 
 
+def _write_tokens(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, dtype: str, *scales: Tensor
+) -> None:
+    """keys, values: the cache, `[pages, tokens, kv_heads, head_dim]`."""
+    slots = slots[slots >= 0]
+    places = slots // keys.shape[1], slots % keys.shape[1]
+    keys[places], values[places] = key[: len(slots)], value[: len(slots)]
+
+
 def define_operations() -> None:
     """Define the operations once in this process."""
-    global _library
-    if _library is not None:
+    if _libraries:
         return
-    _library = torch.library.Library("_C", "FRAGMENT")
-    _library.define("init_cpu_memory_env(int[] nodes) -> ()")
-    _library.define(
+    library, caches = (torch.library.Library(name, "FRAGMENT") for name in ("_C", "_C_cache_ops"))
+    _libraries.extend((library, caches))
+    caches.define(
+        "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
+        "str dtype, Tensor key_scale, Tensor value_scale) -> ()"
+    )
+    caches.impl("reshape_and_cache_flash", _write_tokens, "CPU")
+    library.define("init_cpu_memory_env(int[] nodes) -> ()")
+    library.define(
         "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, "
         "int block_size) -> ()"
     )
-    _library.define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor")
-    _library.define("greedy_argmax(Tensor x) -> Tensor")
-    _library.define(
+    library.define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor")
+    library.define("greedy_argmax(Tensor x) -> Tensor")
+    library.define(
         "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor ends, Tensor drafted, Tensor expected, "
         "Tensor bonus, Tensor? greedy, int most) -> ()"
     )
     # Called for small bfloat16 weights where the processor has AMX.
-    _library.define("convert_weight_packed(Tensor weight) -> Tensor")
-    _library.define("weight_packed_linear(Tensor(a!) output, Tensor x, Tensor weight, Tensor? bias, bool packed) -> ()")
-    _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
-    _library.impl("compute_slot_mapping_kernel_impl", _slot_mapping, "CPU")
-    _library.impl("fused_gumbel_argmax", _gumbel_argmax, "CPU")
-    _library.impl("rejection_greedy_sample_kernel_impl", _accept_greedy, "CPU")
-    _library.impl("greedy_argmax", lambda x: x.argmax(dim=-1), "CPU")
-    _library.impl("convert_weight_packed", lambda weight: weight.clone(), "CPU")
-    _library.impl("weight_packed_linear", _packed_linear, "CPU")
+    library.define("convert_weight_packed(Tensor weight) -> Tensor")
+    library.define("weight_packed_linear(Tensor(a!) output, Tensor x, Tensor weight, Tensor? bias, bool packed) -> ()")
+    library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
+    library.impl("compute_slot_mapping_kernel_impl", _slot_mapping, "CPU")
+    library.impl("fused_gumbel_argmax", _gumbel_argmax, "CPU")
+    library.impl("rejection_greedy_sample_kernel_impl", _accept_greedy, "CPU")
+    library.impl("greedy_argmax", lambda x: x.argmax(dim=-1), "CPU")
+    library.impl("convert_weight_packed", lambda weight: weight.clone(), "CPU")
+    library.impl("weight_packed_linear", _packed_linear, "CPU")
+
+
+def do_not_compile_flex_attention() -> None:
+    """Let vLLM's FlexAttention run operation by operation: to compile it takes longer than what a test computes."""
+    from torch.nn.attention import flex_attention
+    from vllm.v1.attention.backends import flex_attention as backend
+
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    backend.flex_attention_compiled = flex_attention.flex_attention
 
 
 class CpuTestPlatform(CpuPlatform):
@@ -81,10 +104,12 @@ class CpuTestPlatform(CpuPlatform):
         # Imported here: vllm.config asks for the platform while it is imported.
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        custom = AttentionBackendEnum.CUSTOM
-        if not custom.get_class().supports_kv_cache_dtype(attn_selector_config.kv_cache_dtype):
-            raise ValueError(f"this platform serves with kvq's cache types only: {attn_selector_config.kv_cache_dtype}")
-        return custom.get_path()
+        chosen = selected_backend or AttentionBackendEnum.CUSTOM
+        if not chosen.get_class().supports_kv_cache_dtype(attn_selector_config.kv_cache_dtype):
+            raise ValueError(f"{chosen.name} has no caches of {attn_selector_config.kv_cache_dtype}")
+        if chosen == AttentionBackendEnum.FLEX_ATTENTION:
+            do_not_compile_flex_attention()
+        return chosen.get_path()
 
     @classmethod
     def check_and_update_config(cls, vllm_config):
