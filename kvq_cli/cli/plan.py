@@ -102,8 +102,6 @@ def plan(
     from kvq_cli.cache.report import FULL_PRECISION_BITS
 
     size = model_size(shapes, model, trust_remote_code)
-    if engine is Engine.vllm and size.shape.windows:
-        raise UsageError("--engine vllm: kvq serves no model with sliding windows; leave it out, as for `kvq generate`")
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
     weights = -(-size.weights_bytes // ranks)
     if room <= weights:

@@ -18,8 +18,15 @@ from kvq_cli.vllm.served import ServedMethod
 
 #: Whether engines have vLLM's V2 runner: see `test_v2_runner.py`.
 V2 = os.environ.get("KVQ_TEST_V2") == "1"
+#: Bytes of an engine's cache.
+MEMORY = 64 << 20
 #: Options of requests with several samples, alike: V2's kernel of top-k does not run in Triton's interpreter.
 SAMPLED = {"n": 4, "temperature": 1} | ({"min_p": 1.0} if V2 else {"top_k": 1})
+#: `LOCAL_FLAGS` as options.
+LOCAL = {
+    "attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}},
+    "kv_cache_dtype_skip_layers": ["sliding_window"],
+}
 #: Prompt lengths and new tokens of eight requests.
 LENGTHS, NEW = (5, 77, 31, 32, 200, 333, 128, 700), (40, 24, 70, 33, 50, 40, 30, 20)
 
@@ -46,6 +53,11 @@ def _update_with_unrotated_keys(update: Callable) -> Callable:
         return update(layer, key, value, *args, **kwargs)
 
     return patched
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    """The tokens of vLLM's outputs."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class RunningEngine:
@@ -79,8 +91,10 @@ class RunningEngine:
 
 
 @contextmanager
-def running(folder: Any, served: ServedMethod, block_size: int, **options: Any) -> Iterator[RunningEngine]:
-    """An engine with 64 MiB of cache, unless `options` say otherwise."""
+def running(
+    folder: Any, served: ServedMethod, block_size: int, local: bool = False, **options: Any
+) -> Iterator[RunningEngine]:
+    """An engine with 64 MiB of cache, unless `options` say otherwise. local: some layers have a sliding window."""
     from vllm import LLM
 
     llm: Any = LLM(
@@ -88,14 +102,14 @@ def running(folder: Any, served: ServedMethod, block_size: int, **options: Any) 
         enforce_eager=True,
         kv_cache_dtype="kvq",
         block_size=block_size,
-        attention_config={"backend": "CUSTOM"},
+        **LOCAL if local else {"attention_config": {"backend": "CUSTOM"}},
         additional_config=served.additional_config(),
         disable_log_stats=True,
         **{
             "skip_tokenizer_init": True,
             **({"kernel_config": {"enable_jit_warmup": False}} if V2 else {}),
             "dtype": "float32",
-            "kv_cache_memory_bytes": 64 << 20,
+            "kv_cache_memory_bytes": MEMORY,
             "max_model_len": 1024,
             "max_num_seqs": 8,
             **options,

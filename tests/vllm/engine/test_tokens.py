@@ -1,9 +1,7 @@
 """Every method gives the tokens of `generate` inside vLLM, however requests are scheduled."""
 
-import itertools
-
 import pytest
-from vllm_engines import SAMPLED
+from vllm_engines import SAMPLED, token_ids
 
 METHODS = (
     "fp16",
@@ -22,10 +20,6 @@ METHODS = (
     "mixed:keys=klt-1bit kivi-2bit:values=temporalkv-2bit",
 )
 each_method = pytest.mark.parametrize("method", METHODS)
-
-
-def token_ids(outputs):
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @each_method
@@ -56,30 +50,14 @@ def test_pages_of_layers_with_different_bits(case):
 
 
 @each_method
-def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, monkeypatch):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    preempted, steps = [], itertools.count(1)
-    preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
-
-    def counting(self, request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(self, request, *args, **kwargs)
-
-    def resetting(self, *args, **kwargs):
-        if next(steps) in (20, 35):  # few blocks alone preempt requests of some methods only
-            self.reset_prefix_cache(reset_running_requests=True)
-        return schedule(self, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    monkeypatch.setattr(Scheduler, "schedule", resetting)
+def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, preempting):
     layout = case(method).smallest
     exact = 0 if layout.exact is None else layout.exact.blocks + -(-48 // layout.exact.block_size) + 1
     few = {"max_model_len": 736, "num_gpu_blocks_override": -(-736 // layout.block_size) + exact + 2}
-    with start(method, layout.block_size, max_num_batched_tokens=48, **few) as engine:
+    with start(method, layout.block_size, max_num_batched_tokens=48, **few) as engine, preempting() as count:
         assert token_ids(engine.tokens(prompts)) == case(method).expected
         assert engine.free_blocks == engine.all_blocks
-    assert len(preempted) > 2
+        assert count() > 2
 
 
 def test_a_shared_prefix_of_different_prompts(case, start, prompts):

@@ -5,6 +5,7 @@ import os
 import torch
 from torch import Tensor
 from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import Platform
 
 _library: torch.library.Library | None = None
 
@@ -64,9 +65,15 @@ class CpuTestPlatform(CpuPlatform):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         custom = AttentionBackendEnum.CUSTOM
+        if selected_backend is None and attn_selector_config.kv_cache_dtype == "auto":
+            return "kvq_vllm_cpu_attention.LocalBackend"
         if not custom.get_class().supports_kv_cache_dtype(attn_selector_config.kv_cache_dtype):
             raise ValueError(f"this platform serves with kvq's cache types only: {attn_selector_config.kv_cache_dtype}")
         return custom.get_path()
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config):
+        Platform.update_block_size_for_backend.__func__(cls, vllm_config)  # as GPUs do
 
     @classmethod
     def check_and_update_config(cls, vllm_config):
