@@ -36,6 +36,7 @@ def gemma():
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.normal_(std=1.5 * weight.shape[1] ** -0.5)
+    model.model.embed_tokens.weight.mul_(0.1)  # the head has the same weights: else a token answers with itself
     return model
 
 

@@ -41,7 +41,9 @@ class LocalImpl(AttentionImpl):
         assert alibi is None and window is not None and dtype == "auto"
         self.head_size, self.scale, self.window, self.softcap = head_size, scale, window, softcap
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *_scales):
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ):
         if attn_metadata is None:
             return output.zero_()
         step, size = attn_metadata, kv_cache.shape[2]
