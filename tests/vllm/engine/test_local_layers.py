@@ -20,6 +20,7 @@ METHODS = (
     "turboquant:local=16bit",
     "klt:local=16bit",
 )
+each_method = pytest.mark.parametrize("method", METHODS)
 LAYERS, WINDOW = 7, 48
 
 
@@ -75,8 +76,8 @@ def check_groups(engine, layout):
     assert engine.kv_cache_config.num_blocks == layout.blocks(MEMORY) == MEMORY // (2 * layout.page_bytes)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_concurrent_requests_prefix_hits_and_preemption_equal_generate(method, case, start, prompts, preempting):
+@each_method
+def test_concurrent_requests_and_prefix_hits_equal_generate(method, case, start, prompts):
     one = case(method)
     with start(method) as engine:
         check_groups(engine, one.layout)
@@ -86,8 +87,14 @@ def test_concurrent_requests_prefix_hits_and_preemption_equal_generate(method, c
         size = one.layout.block_size
         assert [output.num_cached_tokens for output in again] == [(len(p) - 1) // size * size for p in prompts]
         assert engine.free_blocks == engine.all_blocks
-    few = {"max_num_batched_tokens": 48, "max_model_len": 736}
-    with start(method, num_gpu_blocks_override=one.layout.blocks_of(736) + 12, **few) as engine, preempting() as count:
+
+
+@each_method
+def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, preempting):
+    one = case(method)
+    # Beside the blocks of one sequence those of a step's 48 tokens, of three groups of local layers and of exact tokens.
+    few = {"max_model_len": 736, "num_gpu_blocks_override": one.layout.blocks_of(736) + 4 * 3 + 2}
+    with start(method, max_num_batched_tokens=48, **few) as engine, preempting() as count:
         assert token_ids(engine.tokens(prompts)) == one.expected
         assert engine.free_blocks == engine.all_blocks
         assert count() > 2
