@@ -92,7 +92,7 @@ def test_concurrent_requests_and_prefix_hits_equal_generate(method, case, start,
 @each_method
 def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, preempting):
     one = case(method)
-    # Beside the blocks of one sequence those of a step's 48 tokens, of three groups of local layers and of exact tokens.
+    # Beside the blocks of one sequence those of a step's 48 tokens: of three groups of local layers, of exact tokens.
     few = {"max_model_len": 736, "num_gpu_blocks_override": one.layout.blocks_of(736) + 4 * 3 + 2}
     with start(method, max_num_batched_tokens=48, **few) as engine, preempting() as count:
         assert token_ids(engine.tokens(prompts)) == one.expected
