@@ -1,9 +1,11 @@
 """Layers with a sliding window stay in vLLM's own cache, in 16 bits: tokens equal `generate` with `local=16bit`."""
 
+import shlex
+
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-from vllm_engines import MEMORY, generated, running, token_ids
+from vllm_engines import LOCAL, MEMORY, generated, running, token_ids
 
 from kvq_cli import packaged
 from kvq_cli.errors import KvqError
@@ -98,6 +100,21 @@ def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, c
         assert token_ids(engine.tokens(prompts)) == one.expected
         assert engine.free_blocks == engine.all_blocks
         assert count() > 2
+
+
+def test_the_printed_command_gives_vllm_the_options_of_these_engines(kvq, folder):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from kvq_cli.vllm.parse import _parser
+
+    result = kvq("serve", "--model", folder, "--method", "kivi", "--dry-run", "--quiet")
+    assert result.exit_code == 0, result.stderr
+    args = _parser().parse_args(shlex.split(result.stdout)[2:])
+    args.model = args.model_tag
+    engine = AsyncEngineArgs.from_cli_args(args)
+    kinds = {kind: each.name for kind, each in engine.attention_config.backend_per_kind.items()}
+    assert kinds == LOCAL["attention_config"]["backend_per_kind"]
+    assert engine.attention_backend is None and engine.kv_cache_dtype_skip_layers == LOCAL["kv_cache_dtype_skip_layers"]
 
 
 def test_tokens_of_gemma3_equal_generate():
