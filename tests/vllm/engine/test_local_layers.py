@@ -22,7 +22,6 @@ METHODS = (
     "turboquant:local=16bit",
     "klt:local=16bit",
 )
-each_method = pytest.mark.parametrize("method", METHODS)
 LAYERS, WINDOW = 7, 48
 
 
@@ -78,7 +77,7 @@ def check_groups(engine, layout):
     assert engine.kv_cache_config.num_blocks == layout.blocks(MEMORY) == MEMORY // (2 * layout.page_bytes)
 
 
-@each_method
+@pytest.mark.parametrize("method", METHODS)
 def test_concurrent_requests_and_prefix_hits_equal_generate(method, case, start, prompts):
     one = case(method)
     with start(method) as engine:
@@ -91,7 +90,7 @@ def test_concurrent_requests_and_prefix_hits_equal_generate(method, case, start,
         assert engine.free_blocks == engine.all_blocks
 
 
-@each_method
+@pytest.mark.parametrize("method", [METHODS[1], METHODS[4]])
 def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, preempting):
     one = case(method)
     # Beside the blocks of one sequence those of a step's 48 tokens: of three groups of local layers, of exact tokens.
