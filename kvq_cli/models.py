@@ -242,7 +242,7 @@ def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
         raise UsageError(
             f"a model of type {config.model_type} has layers of different sizes, which kvq does not compress"
         ) from error
-    windows = _windows(config)
+    windows = layer_windows(config)
     return ModelShape(
         layers=config.num_hidden_layers,
         query_heads=heads,
@@ -256,7 +256,7 @@ def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
     )
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     """`ModelShape.windows`: empty where no layer has a sliding window, so that shapes of such models are equal."""
     window = getattr(config, "sliding_window", None)
     if not window or window < 1:

@@ -62,21 +62,24 @@ def serving_capacity(
 ) -> Capacity:
     """`capacity` in vLLM's blocks: `batch` requests that decode at the same time, `context` tokens each.
 
-    A request holds the blocks of its packed tokens and those of its sinks and newest tokens; one block is vLLM's own.
+    A request holds the blocks of its packed tokens, those of its sinks and newest tokens, and those of the tokens that
+    layers with a sliding window see, in 16 bits; one block is vLLM's own.
     Blocks of the prompt tokens that a step computes come on top. UsageError for a method that cannot be served.
 
     ranks: of tensor parallelism. Bytes are then those of one rank, `budget` and `weights` too: it has its share of the
     weights, and of the kv heads.
     """
+    from kvq_cli.vllm.local_layers import served_shape
     from kvq_cli.vllm.shard import Shard
 
+    shape = served_shape(method, shape)
     layout, shard = serving_layout(method, shape, ranks), Shard(0, ranks)
-    block = layout.page_bytes * shape.layers
+    block = layout.page_bytes * layout.slots
 
     def cache_bytes(tokens: int, rows: int) -> int:
         return (1 + rows * layout.blocks_of(tokens)) * block
 
-    constants = bytes_by_kind(_rank_tensors(method, shape, layer, ranks) for layer in range(shape.layers))
+    constants = bytes_by_kind(_rank_tensors(method, shape, layer, ranks) for layer in shape.cached_layers)
     found = _capacity(cache_bytes, constants, weights, limit, context, batch, budget)
     blocks = max(0, layout.blocks(budget - weights - found.artifact))
     return replace(found, block_tokens=layout.block_size, blocks=blocks, bits=layout.bits(shard.shape(shape)))
@@ -86,9 +89,10 @@ def serving_layout(method: Method, shape: ModelShape, ranks: int = 1) -> CacheLa
     """The layout of vLLM's pages of a rank that `kvq serve` chooses. UsageError for a method that cannot be served."""
     from kvq_cli.vllm.checks import check_plans
     from kvq_cli.vllm.layout import cache_layout
+    from kvq_cli.vllm.local_layers import served_shape
     from kvq_cli.vllm.shard import Shard
 
-    shard = Shard(0, ranks)
+    shape, shard = served_shape(method, shape), Shard(0, ranks)
     of_rank = shard.shape(shape)
 
     def plan(layer: int) -> LayerPlan:

@@ -89,7 +89,8 @@ def plan(
 
     Counts 16-bit weights and each method's cache from tensor shapes; no weights are read. The memory of activations
     depends on the model and on --prefill-chunk: cover it with --reserve. With --engine vllm, the batch is the number
-    of requests that decode at the same time, and methods that cannot be served are left out.
+    of requests that decode at the same time, layers with a sliding window are in 16 bits, and methods that cannot be
+    served are left out.
     """
     out = Output(as_json=as_json)
     ranks = tensor_parallel_size
@@ -102,8 +103,6 @@ def plan(
     from kvq_cli.cache.report import FULL_PRECISION_BITS
 
     size = model_size(shapes, model, trust_remote_code)
-    if engine is Engine.vllm and size.shape.windows:
-        raise UsageError("--engine vllm: kvq serves no model with sliding windows; leave it out, as for `kvq generate`")
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
     weights = -(-size.weights_bytes // ranks)
     if room <= weights:

@@ -69,7 +69,7 @@ def serve(
 
     Checks the method and its artifact against the model, computes the block size, prints the `vllm serve` command and
     runs it. Exits with code 1 if a server process dies, so that a supervisor can restart it. docs/SERVING.md has
-    the methods, their windows and what they cost.
+    the methods, their windows and what they cost. Layers with a sliding window stay in vLLM's own cache, in 16 bits.
     """
     if "-h" in ctx.args:  # as a word: typer would also find it in vLLM's -dph
         print(ctx.get_help())

@@ -186,8 +186,8 @@ def is_served(method: Method, shape: ModelShape) -> bool:
     """Whether `kvq serve` takes the method, with the options that it sets by itself."""
     from kvq_cli.vllm.served import SERVER_DEFAULTS
 
-    if shape.windows or shape.attention:
-        return False  # vLLM's own caches of other layers
+    if shape.attention:
+        return False  # layers with other states
     try:
         serving_layout(build(method.name, **_bits(method), **SERVER_DEFAULTS.get(method.name, {})), shape)
     except UsageError:

@@ -6,6 +6,7 @@
     paged_layer.py   attention of a batch of sequences over pages
     batch.py         the sequences of a step        step.py      those that decode one token each
     exact_blocks.py  vLLM's blocks of tokens in full precision
+    local_layers.py  layers with a sliding window, which vLLM caches
     backend.py       vLLM's attention backend     metadata.py  what vLLM tells a layer of a step
     engine.py        what the layers of an engine share
     rope.py          undoing RoPE on write        served.py  the method in vLLM's flags

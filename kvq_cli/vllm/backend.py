@@ -26,6 +26,7 @@ from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.engine import Engine
 from kvq_cli.vllm.exact_blocks import ExactSpec
 from kvq_cli.vllm.layout import ExactWindow
+from kvq_cli.vllm.local_layers import LOCAL_FLAGS
 from kvq_cli.vllm.metadata import KvqMetadata
 from kvq_cli.vllm.paged_layer import PagedLayer
 from kvq_cli.vllm.served import cache_dtypes
@@ -158,8 +159,12 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **others: Any,
     ) -> None:
-        if alibi_slopes is not None or sliding_window is not None or kv_sharing_target_layer_name is not None:
-            raise UsageError("kvq serves attention without ALiBi, sliding windows and layers that share a cache")
+        if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
+            raise UsageError("kvq serves attention without ALiBi and layers that share a cache")
+        if sliding_window is not None:
+            raise UsageError(f"layers with a sliding window need vLLM's own attention: give {' '.join(LOCAL_FLAGS)}")
+        if others.get("sinks") is not None:
+            raise UsageError("kvq serves attention without sink logits: use `kvq generate`")
         self.scaling, self.form = float(scale), ScoreForm.of(logits_soft_cap or None, None)
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.engine = Engine.for_config(get_current_vllm_config(), num_heads, self.num_kv_heads, head_size)
@@ -168,11 +173,17 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         self.exact_name: str | None = None
         if self.engine.has_exact_tokens:
             context = get_current_vllm_config().compilation_config.static_forward_context
-            self.exact_name = f"model.layers.{self.index}.self_attn.kvq_exact"
+            self.exact_name = f"model.layers.{self.engine.shape.cached_layers[self.index]}.self_attn.kvq_exact"
             self.exact = context[self.exact_name] = ExactTokens(self.engine, self.engine.shape)
         self.layer: PagedLayer | None = None
         #: The caches whose pages `layer` reads and writes: packed tokens, exact tokens.
         self.bound: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Keep the pages of local layers as large as kvq's, which the engine has said: vLLM would compute them anew
+        where it skips layers, from what the attention of its first layer stores."""
+        if self.engine.layout.local is not None:
+            self.engine.config.cache_config.kv_cache_dtype_skip_layers = []
 
     def bind(self, name: str, kv_cache: Tensor) -> PagedLayer:
         """The layer, which vLLM calls `name`, over its cache `kv_cache`, those of all other layers, in which parts of
@@ -195,7 +206,7 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         kv_cache, exact = self.bound
         if self.layer is not None and kv_cache is not None:
             none = _pages(kv_cache[:0]).clone()
-            self.layer.bind([none] * self.engine.shape.layers, None if exact is None else _pages(exact[:0]).clone())
+            self.layer.bind([none] * len(self.engine.plans), None if exact is None else _pages(exact[:0]).clone())
         self.bound = None, None
 
     def _pages_of_layers(self) -> list[Tensor]:

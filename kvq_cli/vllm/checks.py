@@ -32,15 +32,14 @@ def check_plans(method: Method, plans: Sequence[LayerPlan]) -> None:
 
 def check_model(config: PretrainedConfig, name: str) -> None:
     """Raise UsageError for a model whose attention kvq does not page."""
-    from kvq_cli.attention.capture_points import sliding_windows
     from kvq_cli.layer_kinds import has_states
     from kvq_cli.models import text_config
 
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
         raise UsageError(f"{name} has multi-head latent attention (MLA), whose latents kvq does not compress")
-    if any(window is not None for window in sliding_windows(text)):
-        raise UsageError(f"{name} has sliding-window attention, which kvq does not serve: use `kvq generate`")
+    if text.model_type == "gpt_oss":
+        raise UsageError(f"{name} has sink logits, which kvq does not serve: use `kvq generate`")
     if has_states(text):
         raise UsageError(f"{name} has layers with other states than keys and values: use `kvq generate`")
     if getattr(config, "is_encoder_decoder", False):
@@ -54,7 +53,7 @@ REFUSED_FLAGS = {
     "--prefill-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--kv-transfer-config": ("blocks of exact tokens cannot be transferred; for prefixes, see --prefix-store", ()),
     "--kv-offloading-size": ("blocks of exact tokens cannot be transferred", ()),
-    "--kv-cache-dtype-skip-layers": ("the method says how each layer is stored", ()),
+    "--kv-cache-dtype-skip-layers": ("the method says how each layer is stored, and kvq serve what vLLM stores", ()),
     "--enable-sleep-mode": ("sleep level 2 discards the memory in which codebooks and rotations lie", ()),
     "--disable-hybrid-kv-cache-manager": ("exact tokens have blocks of their own", ()),
 }

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli.errors import UsageError
 from kvq_cli.files import load_json
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.vllm.checks import check_model, check_plans
+from kvq_cli.vllm.checks import check_model, check_plans, refuse_flags
 from kvq_cli.vllm.flags import flag_value, without
 from kvq_cli.vllm.layout import CacheLayout, cache_layout, token_bytes
+from kvq_cli.vllm.local_layers import LOCAL_FLAGS, served_shape
 from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 from kvq_cli.vllm.served import CACHE_DTYPE, KEY, ServedMethod
 from kvq_cli.vllm.shard import Shard
@@ -41,7 +42,8 @@ class ServePlan:
         """The arguments of `vllm`."""
         dtype = self.shape.dtype
         words = ["serve", self.source, "--dtype", dtype, "--kv-cache-dtype", CACHE_DTYPE]
-        words += ["--block-size", str(self.layout.block_size), "--attention-backend", "CUSTOM"]
+        words += ["--block-size", str(self.layout.block_size)]
+        words += ["--attention-backend", "CUSTOM"] if self.layout.local is None else LOCAL_FLAGS
         words += ["--shutdown-timeout", str(self.shutdown_timeout)]
         if flag_value(self.flags, "--served-model-name") is None:
             words += ["--served-model-name", self.name]
@@ -55,9 +57,10 @@ class ServePlan:
 
     def summary(self) -> str:
         """The sizes of the cache, in words."""
-        layout, exact = self.layout, self.layout.exact
-        per_token = layout.page_bytes * self.shape.layers / layout.block_size
-        plain = token_bytes(self.shape) * self.shape.layers
+        layout, exact, local = self.layout, self.layout.exact, self.layout.local
+        layers = len(self.shape.cached_layers)
+        per_token = layout.page_bytes * layers / layout.block_size
+        plain = token_bytes(self.shape) * layers
         dtype = self.shape.dtype
         text = (
             f"a block: {layout.block_size} tokens in {layout.page_bytes:,} bytes a layer; {per_token:,.0f} bytes a "
@@ -70,6 +73,12 @@ class ServePlan:
             text += (
                 f"; in full precision: {exact.sinks} first and up to {exact.recent} newest tokens, {exact.block_size} "
                 f"to a block, up to {exact.blocks} blocks a sequence"
+            )
+        if local is not None:
+            most = local.blocks(local.window + local.block_size)
+            text = (
+                f"{layers} layers see all tokens: {text}; {local.layers} layers see {local.window} tokens, in vLLM's "
+                f"own cache, {local.block_size} to a block, up to {most} blocks a sequence"
             )
         if self.store is not None:
             text += f"; {self.store.summary()}"
@@ -101,14 +110,22 @@ def serve_plan(
     """Check that the method can be served with this model and these flags, of which `check_flags` refuses none. Raises
     UsageError with the reason."""
     check_model(config, name)
+    shape = served_shape(served.method, shape)
     ranks = whole_number(flags, "--tensor-parallel-size") or 1
     plans, of_rank = served.plans_of_ranks(shape, ranks), Shard(0, ranks).shape(shape)
     check_plans(served.method, plans)
     additional = flag_value(flags, "--additional-config")
     if additional is not None:
         _check_additional(additional)
-    layout = cache_layout(plans, of_rank, whole_number(flags, "--block-size")).of_rank(0, shape.layers)
+    layout = cache_layout(plans, of_rank, whole_number(flags, "--block-size")).of_rank(0, len(shape.cached_layers))
+    if layout.local is not None:
+        because = "kvq serve sets it for a model with sliding windows"
+        refuse_flags(flags, {"--attention-config": (because, ())})
     if store is not None:
+        if layout.local is not None:
+            raise UsageError(
+                f"--prefix-store: {name} has layers with a sliding window, whose blocks are not stored; leave it out"
+            )
         if layout.exact is not None:
             raise UsageError(
                 f"--prefix-store: method {served.method.name} keeps tokens in full precision in blocks of their own, "

@@ -17,10 +17,12 @@ from kvq_cli.attention.rotary import Rotation, shared
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
+from kvq_cli.models import layer_windows
 from kvq_cli.vllm import rope
 from kvq_cli.vllm.checks import check_flags, check_model, check_plans
 from kvq_cli.vllm.drafts import check_drafts
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
+from kvq_cli.vllm.local_layers import served_shape
 from kvq_cli.vllm.paged_layer import PagedLayer
 from kvq_cli.vllm.prefix_store.settings import CONNECTOR
 from kvq_cli.vllm.prepare import check_weights
@@ -41,7 +43,11 @@ class Engine:
         self.config = config
         text = model.hf_text_config
         layers, heads = text.num_hidden_layers, (text.num_attention_heads, model.get_total_num_kv_heads())
-        whole = ModelShape(layers, *heads, head_dim, text.hidden_size, dtype_name(model.dtype))
+        served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
+        whole = ModelShape(
+            layers, *heads, head_dim, text.hidden_size, dtype_name(model.dtype), windows=layer_windows(text)
+        )
+        whole = served_shape(served.method, whole)
         ranks = config.parallel_config.tensor_parallel_size
         shard = Shard(get_tensor_model_parallel_rank(), ranks, partial(tensor_model_parallel_all_gather, dim=1))
         self.shape = shard.shape(whole)
@@ -50,7 +56,6 @@ class Engine:
                 f"vLLM gives a rank {query_heads} query heads and {kv_heads} kv heads, not "
                 f"{self.shape.query_heads} and {self.shape.kv_heads}: serve this model with --tensor-parallel-size 1"
             )
-        served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
         if served.artifact is not None:
             served.artifact.check_config(model.hf_config, model.model)
             if shard.rank == 0:  # one rank reads the weights of all heads
@@ -61,14 +66,16 @@ class Engine:
         with plain_defaults(), torch.device("cpu"):
             plans = served.plans_of_ranks(whole, ranks)
             check_plans(served.method, plans)
-            self.rotations = [rope.unrotated(head_dim)] * layers
+            self.rotations = [rope.unrotated(head_dim)] * len(whole.cached_layers)
             if any(plan.keys.source == "pre_rope" for plan in plans):
                 found = rope.layer_rotations(model.hf_config, head_dim)
-                self.rotations = shared(moved(rotation, device) for rotation in found)
+                self.rotations = shared(moved(found[layer], device) for layer in whole.cached_layers)
                 rope.check_tables(self.rotations, model.max_model_len)
             # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
             layout = cache_layout(plans, self.shape, config.cache_config.block_size)
-            self.layout: CacheLayout = layout.of_rank(shard.rank, layers)
+            self.layout: CacheLayout = layout.of_rank(shard.rank, len(whole.cached_layers))
+            if self.layout.local is not None:
+                config.cache_config.skip_page_size_padded = self.layout.page_bytes
         with plain_defaults():
             self.plans = plans if device.type == "cpu" and ranks == 1 else served.plans(whole, device, shard)
         self._layers, self._kernels, self.unusual_scores = 0, None, False
@@ -98,13 +105,13 @@ class Engine:
         return all(self._layer(index).capturable for index in range(len(self.plans)))
 
     def next_layer(self) -> int:
-        """The number of the layer that is being made: vLLM makes them in order."""
+        """The number of the layer that is being made, among `shape.cached_layers`: vLLM makes them in order."""
         self._layers += 1
         return self._layers - 1
 
     def paged_layer(self, index: int, name: str) -> PagedLayer:
-        """The layer `index`, which vLLM calls `name`."""
-        if extract_layer_index(name) != index:
+        """The layer `index` of `shape.cached_layers`, which vLLM calls `name`."""
+        if extract_layer_index(name) != self.shape.cached_layers[index]:
             raise KvqError(
                 f"vLLM made the layer {name} as number {index}: serve this model with --tensor-parallel-size 1"
             )

@@ -11,6 +11,7 @@ _ALIASES = {
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
     "-sc": "--speculative-config",
+    "-ac": "--attention-config",
 }
 #: Flags whose values nobody else may see.
 _SECRET = ("--api-key", "--hf-token")

@@ -18,6 +18,7 @@ from kvq_cli.codecs.layout import ITEMSIZE, PartSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
+from kvq_cli.vllm.local_layers import LOCAL_UNIT, LocalBlocks, local_blocks
 from kvq_cli.vllm.placing import least_page
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
 #: Bytes to which the parts of a page are aligned: the widest load of a GPU.
 ALIGNMENT = 16
-#: The block size chosen is the least up to `MAX_BLOCK` with which blocks of exact tokens hold `MIN_EXACT` and leave at
-#: most the share `FEW_UNUSED` of a page unused.
+#: The block size chosen is the least up to `MAX_BLOCK` with which blocks of exact tokens hold `MIN_EXACT`, those of
+#: local layers divide it, so that a prefix hit can end at any block, and both leave at most the share `FEW_UNUSED` of a
+#: page unused.
 MAX_BLOCK, MIN_EXACT, FEW_UNUSED = 1024, 8, 0.25
 
 
@@ -58,10 +60,11 @@ class PageLayout:
 
 
 def page_layouts(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> tuple[int, tuple[PageLayout, ...]]:
-    """(bytes of a page, the parts of each layer). plans: of one rank or of all, `shape.layers` of each."""
+    """(bytes of a page, the parts of each layer). plans: of one rank or of all, `shape.cached_layers` of each."""
     specs = {id(plan): _parts(plan, shape) for plan in plans}
     sizes = {key: [_aligned(part.nbytes(block_size)) for _, _, part in parts] for key, parts in specs.items()}
-    ranks = [plans[first : first + shape.layers] for first in range(0, len(plans), shape.layers)]
+    layers = len(shape.cached_layers)
+    ranks = [plans[first : first + layers] for first in range(0, len(plans), layers)]
     page, placed = least_page([[sizes[id(plan)] for plan in rank] for rank in ranks], ALIGNMENT)
     layouts = []
     for rank, numbers in zip(ranks, placed, strict=True):
@@ -115,13 +118,20 @@ class ExactWindow:
 class CacheLayout:
     """The pages of all layers. page_bytes: of one page, the same in all layers and on all ranks.
 
-    layers: of a rank, or of all ranks one after another. exact: None where no token is kept in full precision.
+    layers: of a rank, or of all ranks one after another. exact: None where no token is kept in full precision. local:
+    blocks of layers with a sliding window, which have the same bytes; None where there are none.
     """
 
     layers: tuple[PageLayout, ...]
     block_size: int
     page_bytes: int
     exact: ExactWindow | None
+    local: LocalBlocks | None = None
+
+    @property
+    def slots(self) -> int:
+        """Layers of which a block has a page, of one rank."""
+        return len(self.layers) if self.local is None else self.local.slots
 
     @property
     def unused(self) -> float:
@@ -140,12 +150,13 @@ class CacheLayout:
 
     def blocks(self, memory: int) -> int:
         """vLLM's blocks in `memory` bytes of a rank."""
-        return memory // (self.page_bytes * len(self.layers))
+        return memory // (self.page_bytes * self.slots)
 
     def blocks_of(self, tokens: int) -> int:
         """Blocks of a sequence of `tokens` tokens while it decodes."""
         exact = 0 if self.exact is None else min(self.exact.blocks, -(-tokens // self.exact.block_size))
-        return -(-tokens // self.block_size) + exact
+        local = 0 if self.local is None else self.local.blocks(tokens)
+        return -(-tokens // self.block_size) + exact + local
 
 
 def block_unit(plans: Sequence[LayerPlan]) -> int:
@@ -171,8 +182,8 @@ def cache_layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int 
     layout = _layout(plans, shape, block_size)
     if layout is None:
         raise UsageError(
-            f"--block-size {block_size}: a page of so few packed tokens has no room for one in full precision; "
-            f"use {_best(plans, shape, unit).block_size}"
+            f"--block-size {block_size}: a page of so few packed tokens has no room for {_least(shape)} in full "
+            f"precision; use {_best(plans, shape, unit).block_size}"
         )
     return layout
 
@@ -185,15 +196,22 @@ def _best(plans: Sequence[LayerPlan], shape: ModelShape, step: int) -> CacheLayo
             return layout
         fitting += [] if layout is None else [layout]
     if not fitting:
-        raise UsageError(f"no block of up to {MAX_BLOCK} tokens has room for a token in full precision")
-    return min(fitting, key=lambda layout: _exact_unused(layout, shape))
+        raise UsageError(f"no block of up to {MAX_BLOCK} tokens has room for {_least(shape)} in full precision")
+    return min(fitting, key=lambda layout: _unused(layout, shape))
+
+
+def _least(shape: ModelShape) -> str:
+    """What a page must have room for, in words."""
+    return f"{LOCAL_UNIT} tokens of a layer with a sliding window" if shape.windows else "a token"
 
 
 def _suits(layout: CacheLayout, shape: ModelShape) -> bool:
-    exact = layout.exact
-    if exact is None:
-        return True
-    return exact.block_size >= min(MIN_EXACT, exact.sinks + exact.recent) and _exact_unused(layout, shape) <= FEW_UNUSED
+    exact, local = layout.exact, layout.local
+    if exact is not None and exact.block_size < min(MIN_EXACT, exact.sinks + exact.recent):
+        return False
+    if local is not None and layout.block_size % local.block_size:
+        return False
+    return _unused(layout, shape) <= FEW_UNUSED
 
 
 def _layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> CacheLayout | None:
@@ -201,19 +219,23 @@ def _layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> C
     windows = tuple(sorted({stream.window for plan in plans for stream in plan.kept}, key=str))
     sinks = max(window.sinks for window in windows)
     recent = max(window.recent + window.flush - 1 for window in windows)
-    if not sinks and not recent:
-        return CacheLayout(layers, block_size, page, None)
     token = token_bytes(shape)
+    local = local_blocks(shape, page, token)
+    if local is not None and not local.block_size:
+        return None
+    if not sinks and not recent:
+        return CacheLayout(layers, block_size, page, None, local)
     fitting = [size for size in range(1, block_size + 1) if block_size % size == 0 and size * token <= page]
     if not fitting:
         return None
     exact = ExactWindow(sinks, recent, max(fitting), tuple((w.sinks, w.recent, w.flush) for w in windows))
-    return CacheLayout(layers, block_size, page, exact)
+    return CacheLayout(layers, block_size, page, exact, local)
 
 
-def _exact_unused(layout: CacheLayout, shape: ModelShape) -> float:
-    """Share of a page of exact tokens that is unused."""
-    return 0.0 if layout.exact is None else 1 - layout.exact.block_size * token_bytes(shape) / layout.page_bytes
+def _unused(layout: CacheLayout, shape: ModelShape) -> float:
+    """Share of a page of tokens in full precision that is unused, at most."""
+    sizes = [blocks.block_size for blocks in (layout.exact, layout.local) if blocks is not None]
+    return max((1 - size * token_bytes(shape) / layout.page_bytes for size in sizes), default=0.0)
 
 
 def token_bytes(shape: ModelShape) -> int:

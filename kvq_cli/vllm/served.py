@@ -85,14 +85,14 @@ class ServedMethod:
         return {KEY: config}
 
     def plans(self, shape: ModelShape, device: Any = "cpu", shard: Shard = WHOLE) -> list[LayerPlan]:
-        """The plan of each layer for the heads of `shard`, tensors on `device`; shape: of all heads. Raises UsageError
-        where an artifact is needed, or cannot be cut by heads."""
+        """The plan of each of `shape.cached_layers` for the heads of `shard`, tensors on `device`; shape: of all heads.
+        Raises UsageError where an artifact is needed, or cannot be cut by heads."""
         if self.artifact is None and self.method.needs_artifact(shape):
             raise UsageError(
                 f"method {self.method.name} needs an artifact: make one with `kvq calibrate --method "
                 f"{self.method.name}`, then give its folder"
             )
-        return [shard.plan(self.method, layer, shape, self._tensors(layer, device)) for layer in range(shape.layers)]
+        return [shard.plan(self.method, layer, shape, self._tensors(layer, device)) for layer in shape.cached_layers]
 
     def plans_of_ranks(self, shape: ModelShape, ranks: int) -> list[LayerPlan]:
         """The plans of rank 0's layers, then of rank 1's, ...; of rank 0's alone where those of all ranks are alike."""

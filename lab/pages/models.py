@@ -23,7 +23,7 @@ model of a family of transformers (its `model_type`), with the options that are 
 keep keys after RoPE, keys before RoPE, or the layer input, in full precision, give the model's own logits within
 float32 rounding, for a prompt, a chunk and single tokens. *Methods*: those that decode it at 2 bits. Other families
 often work, too: kvq compares what it captures with what the model caches, and refuses a model where these differ.
-`kvq serve` also refuses families with sliding windows ([SERVING.md](SERVING.md)). Elsewhere, layers with a sliding
+`kvq serve` keeps layers with a sliding window in 16 bits ([SERVING.md](SERVING.md)). Elsewhere, layers with a sliding
 window drop the tokens that no later query of any row sees, half a window or more at a time. `gear`, `zipcache` and the
 sum over layers of `xquant-cl` need these tokens, and keep them. `kvq bits`, `kvq plan` and reports count what kvq
 holds, and compare it with what transformers' own cache holds.

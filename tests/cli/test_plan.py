@@ -124,9 +124,16 @@ def test_blocks_have_the_bits_of_klt(kvq):
         assert 0.99 * bits < one["bits"] < 1.02 * bits
 
 
-def test_models_that_cannot_be_served_are_refused(kvq):
-    result = kvq("plan", "--engine", "vllm", "--shapes", "gemma3-270m", "--memory", "8GB")
-    assert result.exit_code == 2 and "kvq serves no model with sliding windows" in result.stderr
+def test_blocks_of_a_model_with_sliding_windows(kvq):
+    """Of Gemma 3's 18 layers, 3 see all tokens, 15 see 512 in 16 bits: 5 lists of blocks for 3 layers each."""
+    words = ("plan", "--engine", "vllm", "--shapes", "gemma3-270m", "--memory", "8GB", "--context", "8192", "--json")
+    result = json.loads(kvq(*words, "--compare", "fp16,turboquant-2bit", "--set", "local=16bit").stdout)["methods"]
+    # A page of fp16 has 16 tokens of 1,024 bytes, one of turboquant 128 of 134: room for 16 in 16 bits.
+    for one, tokens, nbytes in zip(result, (16, 128), (16384, 128 * 134), strict=True):
+        assert one["block_tokens"] == tokens
+        assert one["cache"] == 3 * nbytes * (1 + 8192 // tokens + 5 * (512 // 16 + 1))
+    packed = kvq(*words, "--compare", "kivi-2bit:local=packed")
+    assert packed.exit_code == 2 and "local=packed is not served" in packed.stderr
 
 
 def test_methods_that_cannot_be_served_have_no_plan(kvq):

@@ -19,8 +19,15 @@ from kvq_cli.vllm.served import ServedMethod
 
 #: Whether engines have vLLM's V2 runner: see `test_v2_runner.py`.
 V2 = os.environ.get("KVQ_TEST_V2") == "1"
+#: Bytes of an engine's cache.
+MEMORY = 64 << 20
 #: Options of requests with several samples, alike: V2's kernel of top-k does not run in Triton's interpreter.
 SAMPLED = {"n": 4, "temperature": 1} | ({"min_p": 1.0} if V2 else {"top_k": 1})
+#: `LOCAL_FLAGS` as options.
+LOCAL = {
+    "attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}},
+    "kv_cache_dtype_skip_layers": ["sliding_window"],
+}
 #: Prompt lengths and new tokens of eight requests.
 LENGTHS, NEW = (5, 77, 31, 32, 200, 333, 128, 700), (40, 24, 70, 33, 50, 40, 30, 20)
 
@@ -71,6 +78,11 @@ def preempting(patch: pytest.MonkeyPatch, steps: tuple[int, ...]) -> list[str]:
     return preempted
 
 
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    """The tokens of vLLM's outputs."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 class RunningEngine:
     """An `LLM` and the parts of it that tests look at."""
 
@@ -102,15 +114,17 @@ class RunningEngine:
 
 
 @contextmanager
-def running(folder: Any, served: ServedMethod | None, block_size: int, **options: Any) -> Iterator[RunningEngine]:
+def running(
+    folder: Any, served: ServedMethod | None, block_size: int, local: bool = False, **options: Any
+) -> Iterator[RunningEngine]:
     """An engine with 64 MiB of cache, unless `options` say otherwise. served: None for vLLM's own cache, in the model's
-    dtype, and its FlexAttention."""
+    dtype, and its FlexAttention. local: some layers have a sliding window."""
     from vllm import LLM
 
     method: dict[str, Any] = {"attention_config": {"backend": "FLEX_ATTENTION"}}
     if served is not None:
-        method = {"attention_config": {"backend": "CUSTOM"}, "kv_cache_dtype": "kvq"}
-        method["additional_config"] = served.additional_config()
+        method = LOCAL if local else {"attention_config": {"backend": "CUSTOM"}}
+        method = {**method, "kv_cache_dtype": "kvq", "additional_config": served.additional_config()}
     llm: Any = LLM(
         model=str(folder),
         enforce_eager=True,
@@ -121,7 +135,7 @@ def running(folder: Any, served: ServedMethod | None, block_size: int, **options
             "skip_tokenizer_init": True,
             **({"kernel_config": {"enable_jit_warmup": False}} if V2 else {}),
             "dtype": "float32",
-            "kv_cache_memory_bytes": 64 << 20,
+            "kv_cache_memory_bytes": MEMORY,
             "max_model_len": 1024,
             "max_num_seqs": 8,
             **options,

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 from random_artifacts import random_parts, tiny_model
-from transformers import Lfm2Config, LlamaConfig, MistralConfig
+from transformers import Gemma3TextConfig, GptOssConfig, Lfm2Config, LlamaConfig, MistralConfig
 
 from kvq_cli.artifact import load_artifact, save_artifact
 from kvq_cli.errors import UsageError
@@ -16,6 +16,12 @@ from kvq_cli.vllm import plugin
 from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 from kvq_cli.vllm.prepare import check_weights
 from kvq_cli.vllm.served import ServedMethod, cache_dtypes, shorthands
+
+
+def gemma(*kinds):
+    """Of layers of these kinds."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": len(kinds)}
+    return Gemma3TextConfig(**sizes, layer_types=list(kinds), sliding_window=48, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +260,9 @@ def test_a_model_as_vllm_takes_it_is_refused(fails, folder):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MistralConfig(sliding_window=64, num_hidden_layers=2), "sliding-window attention"),
+        (MistralConfig(sliding_window=64, num_hidden_layers=2), "all layers have a sliding window"),
+        (gemma("full_attention", "full_attention", "sliding_attention"), "2 layers see all tokens and 1 have"),
+        (GptOssConfig(num_hidden_layers=2), "sink logits"),
         (LlamaConfig(num_hidden_layers=2, kv_lora_rank=8), "latent attention"),
         (Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "other states than keys and values"),
     ],
@@ -264,6 +272,39 @@ def test_models_whose_attention_is_not_paged(kvq, tmp_path, config, message):
     result = kvq("serve", "--model", str(tmp_path), "--method", "kivi", "--dry-run")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.fixture
+def windowed(tmp_path):
+    """The folder of a model of two layers that see all tokens, and four that see 48."""
+    gemma(*("sliding_attention", "sliding_attention", "full_attention") * 2).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_layers_with_a_sliding_window_stay_in_vllms_cache(kvq, windowed):
+    result = kvq("serve", "--model", windowed, "--method", "kivi", "--bits", "2", "--dry-run", "--port", "1")
+    words, _ = command(result)
+    assert words[words.index("--kv-cache-dtype-skip-layers") + 1] == "sliding_window"
+    assert words[words.index("--attention-config.backend_per_kind.full_attention") + 1] == "CUSTOM"
+    assert "--attention-backend" not in words
+    # 3 bits for each of 2 x 2 x 64 numbers in two layers. A page of 96 tokens has room for 16 in 16 bits, of 512 bytes.
+    assert "2 layers see all tokens: a block: 96 tokens in 9,216 bytes a layer; 192 bytes a token" in result.stderr
+    assert "4 layers see 48 tokens, in vLLM's own cache, 16 to a block, up to 8 blocks a sequence" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--set", "local=packed"), "local=packed is not served"),
+        (("--block-size", "64"), "no room for 16 tokens of a layer with a sliding window in full precision; use 96"),
+        (("-ac.backend", "FLASHINFER"), "--attention-config is not supported by kvq: kvq serve sets it"),
+        (("--attention-config={}",), "--attention-config is not supported by kvq: kvq serve sets it"),
+        (("--prefix-store", "store", "--prefix-store-artifact", "raw"), "has layers with a sliding window"),
+    ],
+)
+def test_refusals_beside_sliding_windows(kvq, windowed, flags, message):
+    result = kvq("serve", "--model", windowed, "--method", "kivi", "--bits", "2", "--dry-run", *flags)
+    assert result.exit_code == 2 and message in result.stderr
 
 
 def test_shorthands_are_methods_without_calibration():

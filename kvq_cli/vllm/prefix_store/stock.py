@@ -67,6 +67,8 @@ def stock_plan(
     packaged.check_dtype(model, dtype)
     check_model(model_config(model, trust_remote_code), model)
     shape = configured_shape(model, trust_remote_code=trust_remote_code)
+    if shape.windows:
+        raise UsageError(f"--prefix-store: {model} has layers with a sliding window, whose blocks are not stored")
     check_ranks(shape, whole_number(flags, "--tensor-parallel-size") or 1)
     shape = shape if dtype == "auto" else replace(shape, dtype=dtype)
     size = whole_number(flags, "--block-size") or BLOCK_SIZE

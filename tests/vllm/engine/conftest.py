@@ -6,14 +6,15 @@ Needs vLLM and tests/vllm/platform: `make test-vllm`. Importing vLLM takes half 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from typing import Any
 
 import pytest
 import torch
+import vllm_engines
 from random_artifacts import random_parts, tiny_model
 from random_transforms import random_transform
 from vllm_engines import LENGTHS, NEW, V2, generated, running
@@ -27,6 +28,7 @@ from kvq_cli.methods.registry import build_parsed
 from kvq_cli.methods.transform_specs import Profile, even_widths
 from kvq_cli.models import model_shape
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
+from kvq_cli.vllm.local_layers import served_shape
 from kvq_cli.vllm.served import ServedMethod
 
 # Read when vLLM is imported: one process, no network.
@@ -87,8 +89,9 @@ RATES = ((1, 1), (6, 5))
 
 
 def give_layers_other_bits(config: dict[str, Any], tensors: dict[str, torch.Tensor], shape: ModelShape) -> None:
-    """Replace klt's transforms by some of `RATES`: parts of the second layer then lie in pages of the first."""
-    for layer, rates in enumerate(RATES):
+    """Replace the transforms of klt's two served layers by some of `RATES`: parts of the second then lie in pages of
+    the first."""
+    for layer, rates in zip(shape.cached_layers, RATES, strict=True):
         for kind, rate in zip("kv", rates, strict=True):
             profile = Profile((even_widths(rate, shape.head_dim),) * shape.kv_heads, True)
             noise = torch.Generator().manual_seed(layer)
@@ -99,26 +102,51 @@ def give_layers_other_bits(config: dict[str, Any], tensors: dict[str, torch.Tens
 
 
 @pytest.fixture(scope="session")
-def case(model, prompts, tmp_path_factory) -> Callable[[str], Case]:
-    """`case("kivi:sinks=32")`, 2 bits, with a random artifact where the method needs one."""
-    made: dict[str, Case] = {}
+def cases_of(prompts, tmp_path_factory) -> Callable[[Any], Callable[[str], Case]]:
+    """`cases_of(model)("kivi:sinks=32")`, 2 bits, with a random artifact where the method needs one."""
 
-    def get(text: str) -> Case:
-        if text not in made:
-            method: Any = build_parsed(text, bits=2)
-            if method.calibrates:
-                config, tensors = random_parts(method, model)
-                if method.name == "klt":
-                    give_layers_other_bits(config, tensors, model_shape(model))
-                path = tmp_path_factory.mktemp("artifact") / "it"
-                save_artifact(path, config, tensors, "card")
-                method = load_artifact(path)
-            served, shape = ServedMethod.of(method), model_shape(model)
-            layout = cache_layout(served.plans(shape), shape)
-            made[text] = Case(served, shape, layout, generated(model, method, prompts, NEW, text in ROUNDED))
-        return made[text]
+    def of(model: Any) -> Callable[[str], Case]:
+        made: dict[str, Case] = {}
 
-    return get
+        def get(text: str) -> Case:
+            if text not in made:
+                method: Any = build_parsed(text, bits=2)
+                shape = served_shape(method, model_shape(model))
+                if method.calibrates:
+                    config, tensors = random_parts(method, model)
+                    if method.name == "klt":
+                        give_layers_other_bits(config, tensors, shape)
+                    path = tmp_path_factory.mktemp("artifact") / "it"
+                    save_artifact(path, config, tensors, "card")
+                    method = load_artifact(path)
+                served = ServedMethod.of(method)
+                layout = cache_layout(served.plans(shape), shape)
+                made[text] = Case(served, shape, layout, generated(model, method, prompts, NEW, text in ROUNDED))
+            return made[text]
+
+        return get
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def case(model, cases_of) -> Callable[[str], Case]:
+    """`case("kivi:sinks=32")` of the tiny Llama."""
+    return cases_of(model)
+
+
+@pytest.fixture
+def preempting(monkeypatch) -> Callable[..., Any]:
+    """`with preempting() as count:` preempts all running requests twice, beside those that few blocks preempt;
+    `count()` is how many there were."""
+
+    @contextmanager
+    def run() -> Iterator[Callable[[], int]]:
+        with monkeypatch.context() as patch:
+            preempted = vllm_engines.preempting(patch, (20, 35))
+            yield lambda: len(preempted)
+
+    return run
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Every method gives the tokens of `generate` inside vLLM, however requests are scheduled."""
 
 import pytest
-from vllm_engines import SAMPLED, preempting
+from vllm_engines import SAMPLED, token_ids
 
 METHODS = (
     "fp16",
@@ -20,10 +20,6 @@ METHODS = (
     "mixed:keys=klt-1bit kivi-2bit:values=temporalkv-2bit",
 )
 each_method = pytest.mark.parametrize("method", METHODS)
-
-
-def token_ids(outputs):
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @each_method
@@ -54,15 +50,14 @@ def test_pages_of_layers_with_different_bits(case):
 
 
 @each_method
-def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, monkeypatch):
-    preempted = preempting(monkeypatch, (20, 35))
+def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, preempting):
     layout = case(method).smallest
     exact = 0 if layout.exact is None else layout.exact.blocks + -(-48 // layout.exact.block_size) + 1
     few = {"max_model_len": 736, "num_gpu_blocks_override": -(-736 // layout.block_size) + exact + 2}
-    with start(method, layout.block_size, max_num_batched_tokens=48, **few) as engine:
+    with start(method, layout.block_size, max_num_batched_tokens=48, **few) as engine, preempting() as count:
         assert token_ids(engine.tokens(prompts)) == case(method).expected
         assert engine.free_blocks == engine.all_blocks
-    assert len(preempted) > 2
+        assert count() > 2
 
 
 def test_a_shared_prefix_of_different_prompts(case, start, prompts):

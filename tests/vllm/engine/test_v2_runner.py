@@ -14,6 +14,7 @@ CASES = (
     "test_tokens.py::test_concurrent_requests_prefix_hits_and_samples_equal_generate[klt]",
     "test_tokens.py::test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate[kivi]",
     "test_drafts.py::test_ngram_drafts_equal_generate[kivi:sinks=32:recent=96]",
+    "test_local_layers.py::test_concurrent_requests_and_prefix_hits_equal_generate[klt:local=16bit]",
     "test_kernels.py::test_tokens_equal_generate[kivi:residual=32-False]",
     "test_kernels.py::test_tokens_equal_generate[klt-True]",
 )

@@ -5,6 +5,7 @@ import os
 import torch
 from torch import Tensor
 from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import Platform
 
 _libraries: list[torch.library.Library] = []
 
@@ -105,11 +106,17 @@ class CpuTestPlatform(CpuPlatform):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         chosen = selected_backend or AttentionBackendEnum.CUSTOM
+        if selected_backend is None and attn_selector_config.kv_cache_dtype == "auto":
+            return "kvq_vllm_cpu_attention.LocalBackend"
         if not chosen.get_class().supports_kv_cache_dtype(attn_selector_config.kv_cache_dtype):
             raise ValueError(f"{chosen.name} has no caches of {attn_selector_config.kv_cache_dtype}")
         if chosen == AttentionBackendEnum.FLEX_ATTENTION:
             do_not_compile_flex_attention()
         return chosen.get_path()
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config):
+        Platform.update_block_size_for_backend.__func__(cls, vllm_config)  # as GPUs do
 
     @classmethod
     def check_and_update_config(cls, vllm_config):
