@@ -31,7 +31,7 @@ def name(model: str) -> str:
 
 def paper_page(paper: str, judged: Sequence[Verdicts], models: Sequence[str], root: Path = ROOT) -> str:
     """Return the page of a paper's claims as Markdown."""
-    cells = [alike(each, lambda *on: verdict(*on, root) + _because(*on, root)) for each in judged]
+    cells = [alike(each, lambda its, model: verdict(its, model, root) + _because(its, model, root)) for each in judged]
     rows = [[*_named(each), *line] for each, line in zip(judged, cells, strict=True)]
     parts = [
         f"# {paper}: its claims, measured",

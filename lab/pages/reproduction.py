@@ -57,7 +57,7 @@ def _summary(judged: Sequence[Verdicts], models: Sequence[str], root: Path) -> s
     ]
     for title, states in ((ON_ALL, (HOLDS, BY_CHANCE)), (ON_NONE, (FAILS,))):
         found = [each for each in judged if all(judgement.state in states for judgement in each.values())]
-        cells = [alike(each, lambda *on: verdict(*on, root)) for each in found]
+        cells = [alike(each, lambda its, model: verdict(its, model, root)) for each in found]
         rows = [[_claim(each).paper, _claim(each).claim, *row] for each, row in zip(found, cells, strict=True)]
         if rows:
             parts += [f"## {title}", markdown(["paper", "claim", *map(name, models)], rows)]
