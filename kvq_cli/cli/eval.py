@@ -14,7 +14,7 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.command_line import command_line
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
-from kvq_cli.cli.rules import Rule, Values, unless
+from kvq_cli.cli.rules import HelpAll, Rule, Values, unless
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, is_lm_eval
 
@@ -356,10 +356,13 @@ def evaluate(
     worker_options: opt.WorkerOptions,
     model_options: _ModelOptions,
     output_options: opt.OutputOptions,
+    _help_all: HelpAll = False,
 ) -> None:
     """Evaluate methods with a compressed cache: perplexity, RULER, tasks of lm-eval. Run again to resume.
 
     With --json: lm-eval's result document, or for several methods one document each under `methods`.
+
+    --help-all shows the options that --help leaves out.
     """
     output = output_options.output()
     # Wrong options are reported before PyTorch is imported.
@@ -408,6 +411,12 @@ def evaluate(
             output.warn(f"{label} was {what}: {dataset}; scores on unseen text are worse: choose another --dataset")
     single = next(iter(document["methods"].values()))
     output.result(single if len(compared) == 1 else document)
+
+
+evaluate.everyday = (  # type: ignore[attr-defined]  # functions have it at run time
+    *("task", "compare", "method", "bits", "artifact", "set_"),
+    *("model", "device", "dataset", "context", "limit", "out"),
+)
 
 
 def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None:
