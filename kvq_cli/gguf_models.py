@@ -69,19 +69,11 @@ def gguf_folder(name: str, dtype: str = "auto") -> Path:
     KvqError where the file cannot be read as a model, what reads it is not installed, or the cache folder cannot be
     written.
     """
-    path, option = Path(name).expanduser(), f"--model {name}"
-    if not path.is_file():
-        raise KvqError(f"{option}: no such file")
-    with reading(option):
-        state = path.stat()
-        digest = _sha256(path.resolve(), state.st_size, state.st_mtime_ns)
-    own = models_folder() / f"{short_name(path.stem)[:_MAX_NAME]}-{digest[:12]}"
+    path, option, own = _located(name)
     other = own.with_name(f"{own.name}-{dtype}")
     for folder in (own, other):
         if is_converted(folder) and (folder == other or dtype in ("auto", _dtype_of(folder))):
             return folder
-    if missing := missing_readers():
-        raise KvqError(f"{option}: converting it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     reader = _checked(path, option)
     stored = _float_type(reader)
     wanted = stored if dtype == "auto" else dtype
@@ -89,6 +81,36 @@ def gguf_folder(name: str, dtype: str = "auto") -> Path:
     about = f"{sum(int(tensor.n_bytes) for tensor in reader.tensors) / 1e9:.2f} GB, to {wanted}"
     convert(folder, path.name, about, lambda: read_gguf(path, wanted, option, reader=reader))
     return folder
+
+
+def gguf_config(name: str) -> PretrainedConfig:
+    """The configuration of a GGUF file's model, as that of `gguf_folder(name)`; no weights are read or converted.
+
+    KvqError as for `gguf_folder`.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    path, option, own = _located(name)
+    if is_converted(own):
+        return AutoConfig.from_pretrained(own)
+    reader = _checked(path, option)
+    with reading(f"{option}: transformers cannot read {path.name}"):
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
+        _scale_rope(config, reader)
+    config.dtype = getattr(torch, _float_type(reader))
+    return config
+
+
+def _located(name: str) -> tuple[Path, str, Path]:
+    """The file, the option that gave it, and the folder of the model in the file's dtype."""
+    path, option = Path(name).expanduser(), f"--model {name}"
+    if not path.is_file():
+        raise KvqError(f"{option}: no such file")
+    with reading(option):
+        state = path.stat()
+        digest = _sha256(path.resolve(), state.st_size, state.st_mtime_ns)
+    return path, option, models_folder() / f"{short_name(path.stem)[:_MAX_NAME]}-{digest[:12]}"
 
 
 @cache
@@ -155,7 +177,9 @@ def _locked(path: Path, title: str) -> Iterator[None]:
 
 def _checked(path: Path, option: str) -> GGUFReader:
     """The file's tensors. KvqError where the file is damaged, or a part, or of an architecture that transformers does
-    not read."""
+    not read, or where what reads it is not installed."""
+    if missing := missing_readers():
+        raise KvqError(f"{option}: reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from gguf import GGUFReader
     from transformers import __version__
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, read_gguf_metadata

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _COMPRESSED = ("full_attention", "sliding_attention", "hybrid")
 #: Kinds that keep what the model itself stores of them: nothing for "moe" and "mlp".
 _UNCOMPRESSED = ("linear_attention", "conv", "chunked_attention", "moe", "mlp")
+#: Kinds with a recurrent state; those of "conv" are the last inputs of a convolution.
+_RECURRENT = ("linear_attention", "hybrid")
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
@@ -32,16 +34,28 @@ def attention_layers(config: PretrainedConfig) -> tuple[int, ...]:
     kinds = layer_kinds(config)
     for layer, kind in enumerate(kinds):
         if kind not in (*_COMPRESSED, *_UNCOMPRESSED):
-            raise UsageError(f"{config.model_type}: layer {layer} is of kind {kind}, which kvq does not support")
+            valid = ", ".join((*_COMPRESSED, *_UNCOMPRESSED))
+            raise UsageError(
+                f"{config.model_type}: layer {layer} is of kind {kind}, which kvq does not support: choose a --model "
+                f"whose layers are of kinds {valid}"
+            )
     compressed = tuple(layer for layer, kind in enumerate(kinds) if kind in _COMPRESSED)
     if not compressed:
-        raise UsageError(f"{config.model_type}: all layers are of kind {', '.join(sorted({*kinds}))}: none to compress")
+        raise UsageError(
+            f"{config.model_type}: all layers are of kind {', '.join(sorted({*kinds}))}: none to compress; choose a "
+            "--model with full attention in some layers"
+        )
     return () if len(compressed) == len(kinds) else compressed
 
 
 def has_states(config: PretrainedConfig) -> bool:
     """Whether layers of a text decoder store something in the model's cache that is not compressed."""
     return not {*layer_kinds(config)} <= {"full_attention", "sliding_attention"}
+
+
+def recurrent_layer(config: PretrainedConfig) -> int | None:
+    """The first layer of a text decoder with a recurrent state, which cannot give tokens back; None: there is none."""
+    return next((layer for layer, kind in enumerate(layer_kinds(config)) if kind in _RECURRENT), None)
 
 
 def has_chunks(config: PretrainedConfig) -> bool:

@@ -16,7 +16,7 @@ from kvq_cli import packaged
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.files import MAX_SETTINGS, load_json, read_text
-from kvq_cli.gguf_models import gguf_folder, is_gguf
+from kvq_cli.gguf_models import gguf_config, gguf_folder, is_gguf
 from kvq_cli.layer_kinds import attention_layers, layer_kinds
 
 if TYPE_CHECKING:
@@ -218,6 +218,8 @@ def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     """The configuration of model `name`, as for `load_model`; weights are not read."""
     from transformers import AutoConfig
 
+    if is_gguf(name):
+        return gguf_config(name)
     with _asks_for_trust(name), reading(f"--model {name}: cannot read its configuration"):
         return AutoConfig.from_pretrained(_base_source(model_source(name)), trust_remote_code=trust_remote_code)
 

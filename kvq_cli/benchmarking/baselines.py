@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.cache.cache import CompressedCache
+from kvq_cli.errors import install_command
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
@@ -150,7 +151,7 @@ def quanto_baseline(bits: float | None) -> QuantoBaseline | str:
     if bits not in QUANTO_BITS:
         return f"transformers' quanto cache has {' and '.join(map(str, QUANTO_BITS))} bits, not {bits}"
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
-        return "transformers' quanto cache is not measured: pip install 'kvq-cli[bench]' brings optimum-quanto"
+        return f"transformers' quanto cache is not measured: it needs optimum-quanto: {install_command('bench')}"
     try:
         _compile_quanto()
     except Exception as error:  # a missing or failing compiler raises errors of many types

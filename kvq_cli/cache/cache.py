@@ -63,6 +63,8 @@ class CompressedCache(Cache):
         self.drafts = False
         #: Drafted tokens of the pass that runs, which see what they would see decoded one by one; None: nobody said.
         self.drafted: int | None = None
+        #: Whether layers that are not compressed record the newest pass only, until `crop`.
+        self._records_pass = False
 
     def _arrange(self, own: list[Any]) -> None:
         """Put the compressed layers in place of those in `own`, the model's layers; empty: there are no others."""
@@ -176,7 +178,10 @@ class CompressedCache(Cache):
         """UsageError where layers hold states that files of saved caches do not have."""
         if self.states:
             layer = next(iter(self.states))
-            raise UsageError(f"a cache with other states than keys and values, as layer {layer} has, cannot be saved")
+            raise UsageError(
+                f"a cache with other states than keys and values, as layer {layer} has, cannot be saved: keep it in "
+                "memory (clone() copies it), or read the text anew"
+            )
 
     def reset(self) -> None:
         for layer in self.compressed:
@@ -212,9 +217,20 @@ class CompressedCache(Cache):
         """Expect drafted tokens in the passes that follow: `generate` calls this before assisted decoding. See
         `Drafts`, which allows for their rollback."""
         self.drafts = True
+        self._set_recording(True)
+
+    def record(self, drafted: int) -> None:
+        """Let layers that are not compressed keep what `crop` needs of the pass that follows, if it has `drafted`
+        tokens, until that `crop`: of other passes, they would keep a token more each."""
+        if self.get_seq_length():
+            self._crop_others(0)
+        self._records_pass = drafted > 0
+        self._set_recording(self._records_pass)
+
+    def _set_recording(self, records: bool) -> None:
         for other in self.others:
-            if hasattr(other, "activate_past_recording"):
-                other.activate_past_recording()
+            if hasattr(other, "record_past"):
+                other.record_past = records
 
     def allow_rollback(self, tokens: int) -> None:
         """Let `crop` remove the newest `tokens` tokens, of those that come from now on."""
@@ -268,3 +284,5 @@ class CompressedCache(Cache):
         for other in self.others:
             if count or getattr(other, "record_past", False):
                 other.crop(-count)
+        if self._records_pass:
+            self._set_recording(False)

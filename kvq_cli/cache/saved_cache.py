@@ -55,6 +55,8 @@ FORM: Form = {
     "checksum": str,
 }
 _KEY, _IDS, _TEXT = "kvq", "prompt.ids", "prompt.text"
+#: The option of methods that says how layers with a sliding window are stored; `auto` changed with versions.
+_LOCAL = "local"
 
 
 @dataclass(frozen=True)
@@ -231,12 +233,12 @@ class SavedCache:
         return about
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def refusing(self, advice: str = "save it again") -> Iterator[None]:
         """Name the file in the errors of a check. A UsageError would blame the command line."""
         try:
             yield
         except KvqError as error:
-            raise KvqError(f"{self.path}: {error}: save it again") from error
+            raise KvqError(f"{self.path}: {error}: {advice}") from error
 
     def read(self, name: str) -> Tensor:
         """A tensor as the file holds it: its memory is the file's."""
@@ -259,6 +261,8 @@ class SavedCache:
         """Raise UsageError, naming both, for another model, method, option or artifact. The digest of the weights comes
         last: it depends on their dtype."""
         about, path = self.about, self.path
+        # A file that does not say how layers with a window are stored fits any `local` that stores such tensors.
+        unsaid = () if _LOCAL in about["method"] else (_LOCAL,)
         model = Fingerprint(**about["model"])
         if model != origin.model:
             raise UsageError(f"{path} belongs to the model {_short(model)}, not to {origin.model}: pass its --model")
@@ -268,7 +272,7 @@ class SavedCache:
             raise UsageError(f"{path} holds a cache of {other}, not of {given['name']}: pass its --method")
         sides = [{"dtype": about["dtype"], "prefill": about["prefill"], "artifact": about["artifact"], **held}]
         sides.append({"dtype": origin.dtype, "prefill": origin.prefill, "artifact": origin.artifact, **given})
-        for key in [*sides[1], *sides[0]]:
+        for key in [key for key in (*sides[1], *sides[0]) if key not in unsaid]:
             one, other = (_short(side.get(key, "default")) for side in sides)
             if sides[0].get(key) != sides[1].get(key) or (key in sides[0]) != (key in sides[1]):
                 key = _short(key)
@@ -311,12 +315,15 @@ class SavedCache:
                     raise KvqError("rows.pads, rows.offsets and rows.prompts do not fit the ids")
         return rows
 
-    def restore(self, cache: CompressedCache, layers: Sequence[LayerShape]) -> None:
-        """Fill an empty cache, whose `rows` are set. layers: of the model, on whose devices the cache is put."""
+    def restore(self, cache: CompressedCache, layers: Sequence[LayerShape], other_local: str) -> None:
+        """Fill an empty cache, whose `rows` are set. layers: of the model, on whose devices the cache is put.
+        other_local: the `local` by which the cache would store layers with a sliding window otherwise."""
         rows, columns = cache.rows, self.read(_IDS).shape[1]
         lengths = [columns - pads for pads in rows.pads]
-        known = {_IDS, _TEXT}
-        with self.refusing():
+        known, advice = {_IDS, _TEXT}, "save it again"
+        if _LOCAL not in self.about["method"] and any(layer.sliding_window for layer in cache.compressed):
+            advice = f"if an earlier version saved it, pass --set {_LOCAL}={other_local}, else {advice}"
+        with self.refusing(advice):
             for index, (layer, shape) in enumerate(zip(cache.compressed, layers, strict=True)):
                 streams = list(_streams(index, layer))
                 dropped = layer.saved_from(lengths) if self.about["format"] == FORMAT else 0

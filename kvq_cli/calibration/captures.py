@@ -74,30 +74,40 @@ def capture_all(
         for done in finished:
             progress("capture", done, settings.samples)
             if weighted and not checked and captures.read_json("captured"):
-                _check_gradients(_without_gradients(plan, layers, captures, 1))
+                missing = _without_gradients(plan, layers, captures, 1)
+                # With `near`, some layers may have none in one sample: see `_check_gradients`.
+                if not plan.spec.near or len(missing) == len(layers):
+                    _check_gradients(plan, missing)
                 checked = True
     if (found := captures.read_json("gradients")) is None:
-        found = {"missing": _without_gradients(plan, layers, captures, settings.gradients)}
+        found = {"missing": _without_gradients(plan, layers, captures, settings.gradients)[:1]}
         captures.write_json("gradients", found)
     if weighted:
-        _check_gradients(found["missing"])
+        _check_gradients(plan, found["missing"])
     captures.share()
 
 
-def _check_gradients(name: str | None) -> None:
-    if name is not None:
+def _check_gradients(plan: CapturePlan, missing: Sequence[str]) -> None:
+    """KvqError naming the first module without gradients. Of a method with `near`, those through predictions that read
+    it packed count, which a short text may not have."""
+    if missing:
+        settings, near = plan.settings, plan.spec.near
+        unread = (
+            f"no prediction in {settings.gradients} windows of {settings.seqlen} tokens attends to what is {near} or "
+            "more tokens before it, which it reads packed (raise --seqlen or --samples), or since "
+        )
         raise KvqError(
-            f"{name}: its output has no gradients, since a module between it and the loss has no backward pass: use "
-            "weights that are not quantized, or do not weight with gradients (kvq calibrate --no-fisher; klt also "
-            "--set metric=none)"
+            f"{missing[0]}: its output has no gradients, since {unread if near else ''}a module between it and the "
+            "loss has no backward pass: use weights that are not quantized, or do not weight with gradients (kvq "
+            "calibrate --no-fisher; klt also --set metric=none)"
         )
 
 
 def _without_gradients(
     plan: CapturePlan, layers: Sequence[AttentionLayer], captures: WorkFolder, samples: int
-) -> str | None:
-    """The first module whose output has no gradients in the first samples, or only zeros; None where all keys and
-    values have some. Runs nothing: other threads may capture."""
+) -> list[str]:
+    """Of each layer, the module whose output has no gradients in the first samples, or only zeros, if there is one.
+    Runs nothing: other threads may capture."""
     shape = plan.loaded.shape
     size = (1, plan.capture.tokens, shape.kv_heads, shape.head_dim)
 
@@ -105,14 +115,15 @@ def _without_gradients(
         name = stream_name(layer, kind, quantity)
         return not any(captures.read_samples(name, size, sample).any() for sample in range(samples))
 
+    found = []
     for layer in layers:
         # Where values are always zero, the loss does not depend on keys.
         keys = only_zeros(layer.index, "k", "g") and not only_zeros(layer.index, "v", "x")
         if keys or only_zeros(layer.index, "v", "g"):
             point = layer.key if keys else layer.value
             names = (name for name, module in plan.loaded.model.named_modules() if point and module is point.module)
-            return next(names, layer.name)
-    return None
+            found.append(next(names, layer.name))
+    return found
 
 
 def _capture_here(

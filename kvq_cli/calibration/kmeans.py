@@ -20,7 +20,7 @@ from kvq_cli.calibration.kmeans_scalar import scalar_kmeans
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.nearest import LARGE_ENTRIES, grid_max, grid_scale, ranked
 from kvq_cli.codecs.nearest import nearest as encoded
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, install_command
 
 #: Raise it with every change of what centroids the same points give: artifacts and results made before are then of an
 #: earlier version.
@@ -101,8 +101,8 @@ def choose_engine(engine: Engine, entries: int) -> Literal["kvq", "faiss"]:
     if needed or engine == "faiss":
         what = f"a codebook of {entries:,} entries" if needed else "--kmeans faiss"
         raise KvqError(
-            f"{what} needs the package faiss, which is not installed: pip install 'kvq-cli[faiss]', "
-            "or 'kvq-cli[faiss-gpu]' where there is a CUDA GPU"
+            f"{what} needs the package faiss, which is not installed: {install_command('faiss', 'faiss-gpu')}; "
+            "faiss-gpu is for machines with a CUDA GPU"
         )
     return "kvq"
 

@@ -74,6 +74,9 @@ def analyze(
         length = seqlen or loaded.default_length(DEFAULT_SEQLEN)
         data = StudyInput(loaded, dataset, samples or study.samples, length, model_options.seed)
         run = partial(study.run, data)
+        if loaded.shape.attention:
+            layers = ", ".join(map(str, loaded.shape.attention))
+            out.note(f"note: layers are counted among those with a cache: 0, 1, ... are layers {layers} of the model")
     else:
         run = study.run
     check_writable(out_dir)

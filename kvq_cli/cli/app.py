@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -22,7 +23,10 @@ from kvq_cli.cli.examples import epilog
 from kvq_cli.cli.failures import explain, one_line
 from kvq_cli.cli.interrupts import inside_import
 from kvq_cli.cli.rules import AnnouncingCommand
+from kvq_cli.errors import UsageError
 
+#: The help panel of what studies methods and kernels.
+RESEARCH = "Research"
 #: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
 COMMANDS = (
     ("recommend", "recommend:recommend", "Compress"),
@@ -34,14 +38,14 @@ COMMANDS = (
     ("serve", "serve:serve", "Compress"),
     ("eval", "eval:evaluate", "Evaluate"),
     ("bench", "bench:app", "Evaluate"),
-    ("analyze", "analyze:analyze", "Evaluate"),
     ("inspect", "inspect:inspect", "Inspect"),
     ("methods", "methods:methods", "Inspect"),
     ("bits", "bits:bits", "Inspect"),
     ("plan", "plan:plan", "Inspect"),
     ("results", "results:results", "Inspect"),
     ("report", "report:report", "Inspect"),
-    ("reproduce", "reproduce:reproduce", "Evaluate"),
+    ("analyze", "analyze:analyze", RESEARCH),
+    ("reproduce", "reproduce:reproduce", RESEARCH),
 )
 ALIASES = {"evaluate": "eval"}
 #: Commands that pass on options which they do not know. They have no short options: typer would find these in vLLM's,
@@ -166,7 +170,30 @@ def _version(show: bool) -> None:
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
 
 
-def _root(version: Version = False) -> None:
+def _plugins(files: list[Path] | None) -> list[Path] | None:
+    """Let this process and those that it starts load these methods."""
+    for file in files or []:
+        if not file.is_file():
+            raise UsageError(f"--plugin {file}: no such file; give the Python file of a method")
+    if files:
+        from kvq_cli.methods.registry import PLUGIN_FILES
+
+        os.environ[PLUGIN_FILES] = os.pathsep.join(str(file.resolve()) for file in files)
+    return files
+
+
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        callback=_plugins,
+        help="Run a Python file that registers methods of your own; repeatable. It stands before the command.",
+    ),
+]
+
+
+def _root(version: Version = False, plugin: Plugin = None) -> None:
     """Compress the KV cache of a transformer language model to 1-4 bits per number, and evaluate accuracy, memory and
     speed.
 

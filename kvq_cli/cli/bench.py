@@ -12,8 +12,14 @@ from kvq_cli.cli.bench_tune import tune
 from kvq_cli.cli.rules import AnnouncingCommand
 
 app = typer.Typer(no_args_is_help=True, help="Benchmark time and memory of kernels, generation and calibration.")
-for _command in (kernels, tune, generate, calibrate, report):
-    app.command(cls=AnnouncingCommand)(_command)
+for _command, _panel in (
+    (generate, "Models"),
+    (calibrate, "Models"),
+    (kernels, "Kernel development"),
+    (tune, "Kernel development"),
+    (report, "Kernel development"),
+):
+    app.command(cls=AnnouncingCommand, rich_help_panel=_panel)(_command)
 
 
 @app.callback()

@@ -119,6 +119,8 @@ def save(chat: ChatSession, path: str) -> None:
         "method": conversation.generator.method,
         "messages": system + conversation.messages,
     }
+    if not _path(path).parent.is_dir():
+        raise UsageError(f"/save {path}: no folder {_path(path).parent}; make it first, or choose another FILE")
     try:
         write_json(_path(path), document, "FILE")
     except (KvqError, ValueError) as error:  # ValueError: a null byte in the name

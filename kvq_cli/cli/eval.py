@@ -14,7 +14,7 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.command_line import command_line
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
-from kvq_cli.cli.rules import Rule, Values, unless
+from kvq_cli.cli.rules import HelpAll, Rule, Values, unless
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, is_lm_eval
 
@@ -374,10 +374,13 @@ def evaluate(
     worker_options: opt.WorkerOptions,
     model_options: _ModelOptions,
     output_options: opt.OutputOptions,
+    _help_all: HelpAll = False,
 ) -> None:
     """Evaluate methods with a compressed cache: perplexity, RULER, tasks of lm-eval. Run again to resume.
 
     With --json: lm-eval's result document, or for several methods one document each under `methods`.
+
+    --help-all shows the options that --help leaves out.
     """
     output = output_options.output()
     # Wrong options are reported before PyTorch is imported.
@@ -456,6 +459,12 @@ def single_result(document: dict[str, Any]) -> dict[str, Any]:
     """The result of a single method in lm-eval's schema; of several, the whole document."""
     several = len(document["methods"]) + len(document.get("failed", {})) > 1
     return document if several else next(iter(document["methods"].values()))
+
+
+evaluate.everyday = (  # type: ignore[attr-defined]  # functions have it at run time
+    *("task", "compare", "method", "bits", "artifact", "set_"),
+    *("model", "device", "dataset", "context", "limit", "out"),
+)
 
 
 def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None:

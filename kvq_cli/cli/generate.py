@@ -29,7 +29,7 @@ _decoding = partial(typer.Option, rich_help_panel="Decoding")
 Prompt = Annotated[
     str | None,
     typer.Argument(
-        metavar="PROMPT", help="The prompt; without it, --file or stdin is read, final line break included."
+        metavar="PROMPT", help="The prompt; without it, or as -, --file or stdin is read, final line break included."
     ),
 ]
 File = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from a text file.")]
@@ -219,7 +219,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Read the prompt from the argument, the file or stdin: the text as it is, without a byte order mark."""
+    """Read the prompt from the argument, the file or stdin (also `-`): the text as it is, without a byte order mark."""
+    prompt = None if prompt == "-" else prompt
     if prompt is not None and file is not None:
         raise UsageError("give PROMPT or --file, not both")
     if file is not None:

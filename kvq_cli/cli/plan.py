@@ -119,7 +119,8 @@ def plan(
     note_other_layers(size.shape, shapes or model, out)
     if engine is Engine.vllm and size.shape.attention:
         raise UsageError(
-            f"--engine vllm: kvq serve does not serve {shapes or model}, of which some layers have no cache"
+            f"--engine vllm: kvq serve does not serve {shapes or model}, of which some layers have no cache: leave it "
+            "out, as for `kvq generate`"
         )
     found, rows = [], []
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvq_cli.cli.options import Json
+from kvq_cli.cli.options import Json, names
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.rules import unless
 from kvq_cli.errors import KvqError, UsageError, reading
@@ -63,6 +63,16 @@ RunNumber = Annotated[
 ]
 Runs = Annotated[bool, typer.Option("--runs", help="List all runs: time, samples, methods and command.")]
 _shown = unless(lambda values: not values["runs"], "--runs lists runs")
+_means = unless(
+    lambda values: not values["runs"] and values["baseline"] is None and values["against"] is None,
+    "it shapes the table of means",
+)
+Columns = Annotated[
+    str | None,
+    typer.Option("--columns", metavar="TITLE,...", help="Print these columns only, in this order, by their titles."),
+    _means,
+]
+Transpose = Annotated[bool, typer.Option("--transpose", help="Print one column per method."), _means]
 
 
 def results(
@@ -73,6 +83,8 @@ def results(
     baseline: Annotated[Baseline, _shown] = None,
     against: Annotated[Against, _shown] = None,
     plot: Annotated[Plot, _shown] = None,
+    columns: Columns = None,
+    transpose: Transpose = False,
     as_json: Json = False,
 ) -> None:
     """Print the table of a finished evaluation: means ± standard errors, best values in bold."""
@@ -80,7 +92,7 @@ def results(
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: use one of them")
     with reading(f"{folder}: not results of kvq", "run the evaluation again"):
-        _print_results(out, format, folder, run, runs, baseline, against, plot)
+        _print_results(out, format, folder, run, runs, baseline, against, plot, columns, transpose)
 
 
 def _print_results(
@@ -92,6 +104,8 @@ def _print_results(
     baseline: str | None,
     against: str | None,
     plot: Path | None,
+    columns: str | None,
+    transpose: bool,
 ) -> None:
     from kvq_cli.evaluation.runs import load_runs, shown_results
 
@@ -115,7 +129,7 @@ def _print_results(
     elif against is not None:
         _against(out, format, methods, against)
     else:
-        _table(out, format, methods, shown.failed)
+        _table(out, format, methods, shown.failed, None if columns is None else names(columns, "--columns"), transpose)
 
 
 def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> None:
@@ -145,19 +159,29 @@ def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> No
     out.result(listed)
 
 
-def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str]) -> None:
+def _table(
+    out: Output,
+    format: str,
+    methods: Mapping[str, Mapping[str, Any]],
+    failed: Mapping[str, str],
+    chosen: Sequence[str] | None,
+    transpose: bool,
+) -> None:
     from kvq_cli.evaluation.chat_template import chat_template_note
     from kvq_cli.evaluation.formats import csv_text, escape_latex, latex, markdown, with_best, with_errors
     from kvq_cli.evaluation.runs import describe_run, run_of
     from kvq_cli.evaluation.tabulate import tabulate
 
-    table = tabulate(methods)
+    table = tabulate(methods) if chosen is None else tabulate(methods).only(chosen)
     caption, origins = describe_run(next(iter(methods.values()))), _origins(methods)
 
     def with_origins(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
-        if origins is None:
-            return [*columns], [[*row] for row in rows]
-        return [*columns, "n", "run"], [[*row, *origins[row[0]]] for row in rows]
+        lines = [[*columns], *([*row] for row in rows)]
+        if origins is not None:
+            lines = [[*columns, "n", "run"], *([*row, *origins[row[0]]] for row in rows)]
+        if transpose:
+            lines = [list(line) for line in zip(*lines, strict=True)]
+        return lines[0], lines[1:]
 
     if format == "csv":
         out.text(csv_text(*with_origins(*with_errors(table))))
@@ -166,9 +190,16 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], f
     elif format == "markdown":
         out.text(markdown(*with_origins(table.titles, with_best(table, "**{}**")), labels=1))
     else:
-        best = [table.best(index) for index in range(len(table.columns))] + ([] if origins is None else [set(), set()])
+        best = [table.best(index) for index in range(len(table.columns))]
+        if transpose:
+            scores = list(zip((column.title for column in table.columns), best, strict=True))
+            best = [{title for title, labels in scores if label in labels} for label in table.rows]
+        elif origins is not None:
+            best += [set(), set()]
         titles, cells = with_origins(table.titles, table.cells())
         out.table(titles, cells, title=caption if origins is None else None, bold=best)
+    if origins is not None:
+        out.note("runs of the same tasks and settings are shown together; --run N shows one")
     if origins is None and format in ("csv", "latex", "markdown"):
         out.note(caption)
     if note := chat_template_note(next(iter(methods.values()))["config"].get("chat_template", {})):

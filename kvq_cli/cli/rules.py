@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -46,8 +46,37 @@ def either(*rules: Rule) -> Rule:
     )
 
 
+HELP_ALL = "_help_all"
+
+
+def _show_all(ctx: typer.Context, shown: bool) -> None:
+    if shown and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options, and exit.")
+]
+"""The option of a command with an attribute `everyday`: the names of the parameters that its --help shows."""
+
+
 class AnnouncingCommand(TyperCommand):
     """A command that announces, before it runs, the options that it will not read."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        everyday = getattr(self.callback, "everyday", None)
+        others: list[Any] = []
+        if everyday and not ctx.meta.get(HELP_ALL):
+            others = [each for each in self.params if each.name not in (*everyday, HELP_ALL)]
+        try:
+            for parameter in others:
+                parameter.hidden = True
+            super().format_help(ctx, formatter)
+        finally:
+            for parameter in others:
+                parameter.hidden = False
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         for note in unused(self, ctx.params, given_options(ctx)):

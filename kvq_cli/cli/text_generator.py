@@ -93,8 +93,8 @@ class GeneratedText:
 
     ids: the new tokens, stop token included. rate: tokens per second after the first new token; None for a single token
     and for beam search. cache: `CacheReport.to_dict()`; empty for an uncompressed cache of transformers. longer: how
-    large the cache of a longer text is; see `longer_text`. is_cut: the answer ends where the context is full. dropped:
-    the oldest tokens that were left out behind the first ones.
+    large the cache of a longer text is; see `longer_text`. is_cut: the answer ends where the context is full.
+    is_limited: it ends at --max-new-tokens. dropped: the oldest tokens that were left out behind the first ones.
     """
 
     text: str
@@ -107,6 +107,7 @@ class GeneratedText:
     longer: str = ""
     is_cut: bool = False
     dropped: int = 0
+    is_limited: bool = False
 
     @property
     def held_tokens(self) -> int:
@@ -124,6 +125,7 @@ class GeneratedText:
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": len(self.ids),
             "dropped_tokens": self.dropped,
+            "at_limit": self.is_limited,
             "seconds": round(self.seconds, 4),
             "prefill_seconds": None if self.prefill_seconds is None else round(self.prefill_seconds, 4),
             "tokens_per_second": None if self.rate is None else round(self.rate, 2),
@@ -131,13 +133,15 @@ class GeneratedText:
         }
 
     def notes(self, loaded: LoadedModel) -> list[str]:
-        """Lines on what the context of the model made of the answer."""
+        """Lines on what the limits of the answer and of the model's context made of it."""
+        limited = f"the answer ends at the limit of {len(self.ids):,} tokens; raise --max-new-tokens for a longer one"
+        notes = [limited] if self.is_limited else []
         if not self.dropped and not self.is_cut:
-            return []
+            return notes
         full = f"the context of {loaded.name} ({loaded.context:,} tokens) was full: "
         if self.is_cut:
             return [f"{full}the answer ends there; --when-full drop-oldest drops the oldest tokens and goes on"]
-        return [f"{full}{self.dropped:,} tokens were dropped, the oldest; the others were read anew"]
+        return [f"{full}{self.dropped:,} tokens were dropped, the oldest; the others were read anew", *notes]
 
     def summary(self) -> str:
         """Two lines for stderr: speed, and cache size compared with 16 bit."""
@@ -234,7 +238,8 @@ class TextGenerator:
                 prompt = torch.tensor([answer.held], device=model.device)
                 out = continue_ids(model, prompt, torch.ones_like(prompt), answer.cache, settings, **arguments)
                 answer.add(out[0, len(answer.held) :].tolist())
-                ended = len(answer.ids) == self.decoding.max_new_tokens or answer.ids[-1] in stops
+                stopped = answer.ids[-1] in stops
+                ended = len(answer.ids) == self.decoding.max_new_tokens or stopped
                 answer.is_cut = not ended and len(answer.held) == context and not (stop is not None and stop())
                 answer.is_done = not answer.is_cut or not drops
         except RuntimeError as error:
@@ -259,7 +264,9 @@ class TextGenerator:
         longer = longer_text(report, self.attached.method, self.loaded) if report else ""
         text = "".join(streamer.pieces)
         timed = seconds, prefill_seconds, rate
-        return GeneratedText(text, answer.ids, len(ids), *timed, report, longer, answer.is_cut, answer.dropped)
+        limited = not stopped and len(answer.ids) == self.decoding.max_new_tokens
+        ends_at = answer.is_cut, answer.dropped, limited
+        return GeneratedText(text, answer.ids, len(ids), *timed, report, longer, *ends_at)
 
 
 @dataclass

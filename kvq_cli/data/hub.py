@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvq_cli.data.local import file_format, read_rows, read_text, split_files
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, install_command
 
 #: Datasets that need no network, for messages.
 OFFLINE = "prose, pydoc, self, or a .txt, .jsonl or .parquet file"
@@ -111,8 +111,8 @@ def _from_hub(name: str, split: str) -> list[str]:
         import datasets
     except ImportError as error:
         raise KvqError(
-            f"dataset {name!r} needs the package datasets, which is not installed: pip install 'kvq-cli[datasets]', "
-            f"or use {OFFLINE}"
+            f"dataset {name!r} needs the package datasets, which is not installed: {install_command('datasets')}, or "
+            f"use {OFFLINE}"
         ) from error
     try:
         with silenced_loggers("huggingface_hub", "datasets"):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, install_command
 from kvq_cli.files import MAX_DATASET, file_size, load_json
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
@@ -106,8 +106,8 @@ def _parquet_rows(path: Path, column: str | None) -> list[dict[str, Any]]:
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise KvqError(
-            f"reading {path} needs the package pyarrow, which is not installed: pip install 'kvq-cli[datasets]', "
-            "or use a .txt or .jsonl file"
+            f"reading {path} needs the package pyarrow, which is not installed: {install_command('datasets')}, or use "
+            "a .txt or .jsonl file"
         ) from error
     try:
         file_size(path, MAX_DATASET)

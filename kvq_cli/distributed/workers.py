@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvq_cli.errors import KvqError, UsageError, WorkerDiedError, reason
+from kvq_cli.errors import KvqError, UsageError, WorkerDiedError, install_command, reason
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -112,7 +112,7 @@ def connected(workers: int | None, address: str | None, device: str = "cpu") -> 
     try:
         import ray
     except ModuleNotFoundError:
-        raise KvqError("--workers and --ray need Ray: pip install 'kvq-cli[ray]'") from None
+        raise KvqError(f"--workers and --ray need Ray: {install_command('ray')}") from None
     gpus = int(device == "cuda")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     terminate = signal.getsignal(signal.SIGTERM)

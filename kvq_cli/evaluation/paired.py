@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.errors import KvqError, UsageError, reading
+from kvq_cli.errors import KvqError, UsageError, install_command, reading
 from kvq_cli.evaluation.base import PERPLEXITY, mean_and_stderr
 from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.evaluation.tabulate import is_fraction
@@ -49,7 +49,7 @@ def student_t(degrees_of_freedom: int, confidence: float = CONFIDENCE) -> float:
         from scipy.stats import t
     except ImportError:
         raise KvqError(
-            "confidence intervals need the package scipy, which is not installed: pip install 'kvq-cli[eval]'"
+            f"confidence intervals need the package scipy, which is not installed: {install_command('eval')}"
         ) from None
     return float(t.ppf((1 + confidence) / 2, degrees_of_freedom))
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import DRIFT, PERPLEXITY
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
 from kvq_cli.evaluation.ruler.tasks import RULER
@@ -69,7 +70,16 @@ class Table:
         for index, column in enumerate(self.columns):
             if column.title == title:
                 return {label: row[index] for label, row in self.rows.items()}
-        raise KeyError(f"no column {title!r}; there are: {', '.join(column.title for column in self.columns)}")
+        raise KeyError(f"no column {title!r}; there are: {', '.join(self.titles[1:])}")
+
+    def only(self, titles: Sequence[str]) -> Table:
+        """The table of these columns, in this order; UsageError for a title that it does not have."""
+        known = self.titles[1:]
+        if unknown := [title for title in titles if title not in known]:
+            raise UsageError(f"--columns: no column {unknown[0]!r}; there are: {', '.join(known)}")
+        places = [known.index(title) for title in titles]
+        rows = {label: [row[place] for place in places] for label, row in self.rows.items()}
+        return Table([self.columns[place] for place in places], rows)
 
     def best(self, index: int) -> set[str]:
         """Labels of the best methods of a column, the uncompressed cache excluded; empty for fewer than two methods."""

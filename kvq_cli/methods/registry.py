@@ -1,18 +1,23 @@
 """The registry of compression methods: names to classes, options to instances.
 
 A method is one file of this package with one class under `@register`; nothing else lists it. Other packages add
-methods as entry points of the group `kvq.methods` (docs/ADD_A_METHOD.md).
+methods as entry points of the group `kvq.methods`, and `kvq --plugin FILE.py` those of a file (docs/ADD_A_METHOD.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError, did_you_mean
@@ -23,6 +28,8 @@ _CLASSES: dict[str, type[Method]] = {}
 _NO_METHODS = {"base", "codebooks", "recommended", "registry", "tensors", "window"}
 #: Group of the entry points `NAME = "module:Class"` of other packages' methods.
 PLUGINS = "kvq.methods"
+#: Environment variable: Python files with methods, joined as in PATH. Worker and server processes inherit it.
+PLUGIN_FILES = "KVQ_PLUGINS"
 
 
 def register(cls: type[Method]) -> type[Method]:
@@ -119,6 +126,23 @@ def _load_all() -> None:
 def _load_plugins() -> None:
     for entry in entry_points(group=PLUGINS):
         _load_plugin(entry)
+    for path in filter(None, os.environ.get(PLUGIN_FILES, "").split(os.pathsep)):
+        _load_file(Path(path))
+
+
+def _load_file(path: Path) -> None:
+    """Run a Python file that registers methods; KvqError where it fails or registers none."""
+    before, name = set(_CLASSES), f"kvq_plugin_{path.stem}"
+    spec = spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
+    module = sys.modules[name] = module_from_spec(spec)  # type: ignore[arg-type]  # dataclasses look the module up
+    try:
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    except Exception as error:
+        raise KvqError(f"--plugin {path}: cannot be imported: {type(error).__name__}: {error}") from error
+    if set(_CLASSES) == before:
+        raise KvqError(
+            f"--plugin {path}: registers no method: decorate its class with kvq_cli.methods.registry.register"
+        )
 
 
 def _load_plugin(entry: EntryPoint) -> None:

@@ -31,6 +31,8 @@ LADDERS: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("kivi", (8, 4, 2)),
 )
 PLAIN = "fp16"
+#: Nats per token up to which divergences count as equal: about 1 % of perplexity.
+EQUAL_KL = 0.01
 #: Windows of the text and their tokens: of the second half of each, predictions are compared.
 WINDOWS, SEQLEN = 3, 1024
 #: Tokens that are decoded to time one, in this many rounds.
@@ -114,7 +116,10 @@ def candidates(need: Need) -> list[Candidate]:
 def _nothing_fits(need: Need, smallest: Candidate | None) -> UsageError:
     if need.room <= need.weights:
         room = human_bytes(max(0, need.room))
-        return UsageError(f"the weights take {human_bytes(need.weights)}, of {room} beside --reserve: no cache fits")
+        return UsageError(
+            f"the weights take {human_bytes(need.weights)}, of {room} beside --reserve, so that no cache fits: raise "
+            "--memory, lower --reserve, or take a smaller --model"
+        )
     what = f"--users {need.users} x --context {need.context}"
     if smallest is None or need.context > need.limit:
         return UsageError(f"{what}: the model takes texts of {need.limit:,} tokens at most")
@@ -131,6 +136,7 @@ def measured(
     chosen: Sequence[tuple[Candidate, Method | Artifact]],
     dataset: str,
     folder: Path,
+    seed: int = 0,
     *,
     command: str | None = None,
     track: Tracker = lambda description, total, done: lambda count: None,
@@ -143,7 +149,7 @@ def measured(
     """
     compared = compared_methods([attachable for _, attachable in chosen])
     seqlen = loaded.default_length(SEQLEN)
-    settings = EvaluationSettings((PERPLEXITY,), windows=WINDOWS, datasets=(dataset,), seqlen=seqlen)
+    settings = EvaluationSettings((PERPLEXITY,), windows=WINDOWS, datasets=(dataset,), seqlen=seqlen, seed=seed)
     document = evaluate(loaded, compared, settings, folder, command=command, track=track, note=note)
     left = [
         (candidate, one)
@@ -200,27 +206,29 @@ def _bits(method: Method) -> dict[str, Any]:
 
 
 def best(rows: Sequence[Measured]) -> Measured:
-    """The least KL; of two within both standard errors the one that decodes a token faster."""
+    """Of the methods that diverge as little as the one of least KL, the fastest: see `as_close`."""
     least = min(rows, key=lambda row: row.kl)
-
-    def is_close(row: Measured) -> bool:
-        return row.kl - least.kl <= (row.kl_error or 0.0) + (least.kl_error or 0.0)
-
-    return min((row for row in rows if is_close(row)), key=lambda row: (row.ms, row.kl))
+    return min((row for row in rows if as_close(row, least)), key=lambda row: (row.ms, row.kl))
 
 
-def reason(row: Measured, need: Need, plain: Candidate | None) -> str:
-    """One sentence: why `row`. plain: the uncompressed cache, if it fits."""
-    own = row.capacity
-    texts = f"{need.users} {'text' if need.users == 1 else 'texts'} of {need.context:,} tokens"
-    loss = f"{row.kl:.4f} nats per token, perplexity {row.perplexity:+.1%}"
-    if plain is not None:
-        return (
-            f"Nothing need be compressed: {texts} take {human_bytes(plain.capacity.cache)} in 16 bits. For more, "
-            f"{row.label} ({loss}): {own.context:,} tokens, or {own.batch:,} users."
+def as_close(row: Measured, least: Measured) -> bool:
+    """Whether a KL counts as equal to the least: it is at most `EQUAL_KL`, or within both standard errors of it."""
+    return row.kl <= EQUAL_KL or row.kl - least.kl <= (row.kl_error or 0.0) + (least.kl_error or 0.0)
+
+
+def reason(row: Measured, rows: Sequence[Measured], need: Need, plain: Candidate | None) -> str:
+    """One sentence: why `row`, of `rows`. plain: the uncompressed cache, if it fits."""
+    least = min(rows, key=lambda row: row.kl)
+    if row is least:
+        why = f"diverges least, {row.kl:.4f} nats per token"
+    else:
+        equal = f"both below {EQUAL_KL:g}" if row.kl <= EQUAL_KL else "within their errors"
+        why = (
+            f"decodes a token in {row.ms:.1f} ms, {least.label} in {least.ms:.1f} ms, at a KL of {row.kl:.4f} and "
+            f"{least.kl:.4f} nats per token, {equal}"
         )
-    return (
-        f"Take {row.label} ({loss}), which diverges least of what fits, or is faster than what does not differ from it "
-        f"by more than the errors: {texts} take {human_bytes(own.cache)}; up to {own.context:,} tokens or "
-        f"{own.batch:,} users fit."
-    )
+    if plain is None:
+        return f"Take {row.label}: of what fits, it {why}."
+    texts = f"{need.users} {'text' if need.users == 1 else 'texts'} of {need.context:,} tokens"
+    size = human_bytes(plain.capacity.cache)
+    return f"Compress nothing, since {texts} take {size} in 16 bits; for more, take {row.label}, which {why}."

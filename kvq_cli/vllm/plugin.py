@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, install_command
 from kvq_cli.vllm.served import CACHE_DTYPE, cache_dtypes
 
 #: The versions of vLLM whose interfaces the plugin implements.
@@ -18,11 +18,11 @@ def check_version() -> None:
     try:
         found = version("vllm")
     except PackageNotFoundError:
-        raise KvqError("vLLM is not installed: pip install 'kvq-cli[vllm]'") from None
+        raise KvqError(f"vLLM is not installed: {install_command('vllm')}") from None
     if not found.startswith(f"{VLLM}."):
         raise KvqError(
             f"kvq serves with vLLM {VLLM}.x, found {found}: the interfaces for cache types and attention backends "
-            "change from version to version. Install kvq-cli[vllm]"
+            f"change from version to version: {install_command('vllm')}"
         )
 
 

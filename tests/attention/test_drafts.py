@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+
 import pytest
 import torch
 from method_cases import each_method, ready
@@ -87,19 +90,68 @@ def test_sliding_windows(tiny, method):
         assert crops.unpacked > 0 and cache.layers[0].dropped > 30 and cache.layers[1].dropped == 0
 
 
-@pytest.mark.parametrize("method", ["kivi:group=8:residual=16:sinks=3", "gear:group=8:residual=16"])
-def test_plain_generation_continues_a_drafted_text(method):
+@pytest.mark.parametrize("drafted", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    "method", ["kivi:group=8:residual=16:sinks=3", "gear:group=8:residual=16", "zipcache:residual=15"]
+)
+def test_drafted_and_plain_turns_continue_each_other(method, drafted):
+    """A second turn passes the whole text on the cache that holds the first."""
     model, more = tiny_model(hidden_size=64), repetitive(9)
     with attach(model, build_parsed(method)) as kv:
         texts = []
-        for without in ((0, 1), (1,)):
+        for turns in ((), drafted):
             cache, ids = kv.new_cache(), repetitive()
             for turn in range(2):
-                given = {} if turn in without else {"prompt_lookup_num_tokens": DRAFTED}
+                given = {"prompt_lookup_num_tokens": DRAFTED} if turn in turns else {}
                 ids = generate(model, ids, cache, max_new_tokens=20, **given)
                 ids = torch.cat([ids, more], dim=1)
             texts.append(ids)
+            assert cache.get_seq_length() == ids.shape[1] - more.shape[1] - 1
         assert torch.equal(*texts)
+
+
+def test_a_cache_that_holds_the_whole_text_is_refused():
+    model, ids = tiny_model(hidden_size=64), repetitive()
+    with attach(model, build("kivi", group=8, residual=16)) as kv:
+        cache = kv.new_cache()
+        generate(model, ids, cache, max_new_tokens=2)
+        with pytest.raises(UsageError, match="the cache holds 44 tokens, the text has 43: pass all of them"):
+            generate(model, ids, cache, prompt_lookup_num_tokens=DRAFTED)
+
+
+def test_outputs_must_be_dicts_where_a_prompt_comes_before_drafted_tokens():
+    model, ids = tiny_model(hidden_size=64), repetitive()
+    with attach(model, build("kivi", group=8, residual=16)) as kv:
+        cache = kv.new_cache()
+        cache.activate_past_recording()
+        with pytest.raises(UsageError, match="return_dict=True"):
+            model(ids, past_key_values=cache, logits_to_keep=DRAFTED, return_dict=False)
+        assert cache.get_seq_length() == 0
+        whole = model(ids, past_key_values=cache, logits_to_keep=DRAFTED).logits
+        drafted = model(ids[:, :DRAFTED], past_key_values=cache, logits_to_keep=DRAFTED, return_dict=False)[0]
+        assert drafted.shape == whole.shape
+
+
+def test_a_pass_that_fails_leaves_no_drafts(monkeypatch):
+    """Neither the count of drafted tokens nor the prompt's logits, which may be large."""
+    model, ids = tiny_model(hidden_size=64), repetitive()
+    freed = []
+
+    class Head(torch.nn.Module):
+        def forward(self, hidden):
+            if freed:
+                raise ZeroDivisionError
+            logits = hidden.new_zeros(*hidden.shape[:2], 64)
+            freed.append(weakref.ref(logits))
+            return logits
+
+    monkeypatch.setattr(model, "lm_head", Head())
+    with attach(model, build("kivi", group=8, residual=16)) as kv:
+        cache = kv.new_cache()
+        cache.activate_past_recording()
+        with contextlib.suppress(ZeroDivisionError):
+            model(ids, past_key_values=cache, logits_to_keep=DRAFTED)
+        assert cache.drafted is None and freed[0]() is None
 
 
 def test_logits_and_hidden_states_are_those_of_plain_decoding():

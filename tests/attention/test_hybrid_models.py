@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -137,18 +136,33 @@ def test_convolutions_and_chunks_give_recorded_tokens_back(model, prompt, family
 
 @pytest.mark.parametrize("family", ["lfm2", "llama4_text"])
 def test_tokens_beyond_the_record_are_not_taken_back(model, prompt, family):
-    """Assisted generation drops the record after each pass."""
-    if family == "llama4_text" and version("transformers") < "5.18":
-        pytest.skip("its chunked layers return more than their masks show in two passes without crop between them")
+    """Assisted generation drops the record after each pass, and the last: later passes keep what the model sees."""
     model, (ids, _) = model(family), prompt(40)
     with attach(model, build("fp16")) as kv, torch.no_grad():
         cache = kv.new_cache()
         settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **settings)
+        expected = model.generate(ids, past_key_values=kv.new_cache(), **settings)
+        assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, **settings), expected)
         tokens = cache.get_seq_length()
         with pytest.raises(UsageError, match="holds a state that cannot give tokens back"):
             cache.crop(-25)
         assert cache.get_seq_length() == tokens
+        held = cache.report().states
+        logits(model, ids, cache, [0, 1, 2, 3, 4, 5])
+        assert cache.report().states == held
+
+
+def test_drafts_over_a_recurrent_state_are_refused_before_the_first_token(model, prompt):
+    """`generate` refuses them by itself for most models with such states."""
+    model, (ids, _) = model("qwen3_next"), prompt(20)
+    with attach(model, build("fp16")) as kv, torch.no_grad():
+        cache = kv.new_cache()
+        cache.activate_past_recording()
+        with pytest.raises(
+            UsageError, match="layer 0 of .* has a recurrent state, .*: generate without assistant_model"
+        ):
+            model(ids, past_key_values=cache, logits_to_keep=4)
+        assert cache.get_seq_length() == 0
 
 
 def test_a_pass_that_ends_behind_the_last_attention_is_refused(model, prompt, monkeypatch):
@@ -189,7 +203,7 @@ def test_reports_and_plans_count_attention_and_name_other_states(model, prompt, 
         assert report.states == sum(x.nbytes for x in expected) > 0
         assert f"other states {report.states:,} bytes" in str(report) and report.to_dict()["states"] == report.states
         assert (report + report).states == 2 * report.states
-        with pytest.raises(UsageError, match="as layer 0 has, cannot be saved"):
+        with pytest.raises(UsageError, match="as layer 0 has, cannot be saved: keep it in memory"):
             cache.save(tmp_path / "cache", ids)
 
 
@@ -210,5 +224,6 @@ def test_chunked_attention_alone_is_refused(prompt):
 
 def test_layers_of_unknown_kinds_are_named():
     config = SimpleNamespace(model_type="new", layer_types=["linear_attention", "full_attention", "indexed_attention"])
-    with pytest.raises(UsageError, match="new: layer 2 is of kind indexed_attention, which kvq does not support"):
+    says = "new: layer 2 is of kind indexed_attention, which kvq does not support: choose a --model whose layers are of"
+    with pytest.raises(UsageError, match=says):
         attention_layers(config)

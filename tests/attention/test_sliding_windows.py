@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from codec_methods import DEVICE
@@ -10,8 +12,9 @@ from tiers import slow
 from kvq_cli.attention.attach import attach
 from kvq_cli.benchmarking.accounting import account
 from kvq_cli.cache import layer as cache_layer
-from kvq_cli.errors import UsageError
-from kvq_cli.methods.registry import build, build_parsed
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods import base
+from kvq_cli.methods.registry import build, build_parsed, to_config
 from kvq_cli.methods.window import Window
 from kvq_cli.models import model_shape
 
@@ -243,6 +246,24 @@ def test_local_layers_in_16_bits(tiny, prompt, tmp_path, method):
     says = "was saved with local=16bit, not local=default: pass the same"
     with attach(model, build_parsed(method)) as kv, pytest.raises(UsageError, match=says):
         kv.load_cache(tmp_path / "cache")
+
+
+@torch.no_grad()
+def test_a_cache_whose_local_layers_were_stored_otherwise_names_the_option(tiny, prompt, tmp_path, monkeypatch):
+    """Versions before `local` packed all layers, and said nothing of it in the file."""
+    model, (ids, mask) = tiny("gemma3", head_dim=32, **FAMILIES["gemma3"]), prompt(COLUMNS)
+    with monkeypatch.context() as before, attach(model, build("kivi", group=8, local="packed")) as kv:
+        before.setattr(kv, "_origin_of", lambda cache: replace(kv.origin, method=to_config(build("kivi", group=8))))
+        cache = kv.new_cache()
+        logits(model, ids, mask, cache, [110])
+        cache.save(tmp_path / "cache", ids[:, :110])
+        expected = logits(model, ids, mask, cache, [115])
+    monkeypatch.setattr(base, "MIN_LOCAL_SAVING", 100.0)  # as for a model of which `auto` keeps these layers in 16 bits
+    says = "if an earlier version saved it, pass --set local=packed, else save it again"
+    with attach(model, build("kivi", group=8)) as kv, pytest.raises(KvqError, match=says):
+        kv.load_cache(tmp_path / "cache")
+    with attach(model, build("kivi", group=8, local="packed")) as kv:
+        assert torch.equal(logits(model, ids, mask, kv.load_cache(tmp_path / "cache"), [115]), expected)
 
 
 @pytest.mark.gpu

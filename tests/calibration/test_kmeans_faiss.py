@@ -141,7 +141,7 @@ def test_engine_is_chosen_by_codebook_size(engine, entries, chosen):
 def test_without_faiss_auto_is_kvq_and_faiss_names_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(kmeans, "find_spec", lambda name: None)
     assert choose_engine("auto", 4096) == "kvq"
-    with pytest.raises(KvqError, match=r"--kmeans faiss needs .* pip install 'kvq-cli\[faiss\]'"):
+    with pytest.raises(KvqError, match=r"--kmeans faiss needs .* pip install '\.\[faiss\]'"):
         choose_engine("faiss", 256)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import captures, samples
-from kvq_cli.errors import KvqError
+from kvq_cli.calibration.work_folder import WorkFolder
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 
 REFUSED = r"model\.layers\.{}\.self_attn\.k_proj: its output has no gradients"
@@ -76,6 +77,22 @@ def test_calibration_names_the_first_module_without_gradients(tiny, quick, tmp_p
 def test_each_weight_counts(tiny, quick, tmp_path, method, options):
     with pytest.raises(KvqError, match=REFUSED.format(0)):
         run(without_gradients(tiny, Detached, [0, 1]), quick, tmp_path / "a", build(method, **options))
+
+
+def test_windows_in_which_nothing_is_read_packed_are_the_reason_that_is_given(tiny, quick, tmp_path, monkeypatch):
+    klt = build("klt", bits=6.0, fisher=False, sinks=2, recent=8, buffer=16)
+    with pytest.raises(UsageError, match=r"--seqlen 19: .* none reads a packed token: raise it to 20 or more"):
+        run(tiny, replace(quick, seqlen=19), tmp_path / "a", klt)
+    read, silent = WorkFolder.read_samples, set()
+
+    def without(self, name, size, sample=0):  # no prediction attends to distant tokens of layer 1, as of local heads
+        return torch.zeros(size) if name in silent else read(self, name, size, sample)
+
+    monkeypatch.setattr(WorkFolder, "read_samples", without)
+    silent |= {"1.k.g", "1.v.g"}
+    says = r"layers\.1\..*no gradients, since no prediction in 4 windows of 100 tokens attends to what is 16 or more"
+    with pytest.raises(KvqError, match=says):
+        run(tiny, quick, tmp_path / "a", klt)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The `kvq` command: imports, error lines, exit codes, Ctrl-C."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +35,56 @@ def test_help_needs_no_heavy_imports():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_adds_a_method(tmp_path):
+    """Also for processes that the command starts, which inherit it."""
+    (tmp_path / "my.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from kvq_cli.methods.kivi import Kivi\n"
+        "from kvq_cli.methods.registry import register\n"
+        "@register\n@dataclass(frozen=True)\nclass Mine(Kivi):\n    name = 'mine'\n"
+    )
+    (tmp_path / "none.py").write_text("x = 1\n")
+    (tmp_path / "broken.py").write_text("import nowhere\n")
+
+    def run(*words):
+        return subprocess.run([sys.executable, "-m", "kvq_cli", *words], capture_output=True, text=True, cwd=tmp_path)
+
+    done = run("--plugin", "my.py", "plan", "--compare", "kivi,mine", "--bits", "2", "--memory", "4GB", "--json")
+    assert done.returncode == 0, done.stderr
+    one, other = json.loads(done.stdout)["methods"]
+    assert other.pop("method") == "mine-2bit" and one.pop("method") == "kivi-2bit" and one == other
+    for file, code, says in (
+        ("none.py", 1, "none.py: registers no method: decorate its class with kvq_cli.methods.registry.register"),
+        ("broken.py", 1, "broken.py: cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("gone.py", 2, "--plugin gone.py: no such file; give the Python file of a method"),
+    ):
+        done = run("--plugin", file, "methods")
+        assert done.returncode == code and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_research_has_a_heading_of_its_own(kvq):
+    def listed(*words):
+        return re.findall(r"^│ ([a-z]+) ", kvq(*words, "--help").stdout.split(heading)[1], flags=re.MULTILINE)
+
+    heading = " Research "
+    assert listed() == ["analyze", "reproduce"]
+    heading = " Kernel development "
+    assert listed("bench") == ["kernels", "tune", "report"]
+
+
+def test_help_shows_everyday_options_and_help_all_the_others(kvq):
+    def shown(flag):
+        return set(re.findall(r"^│ (?:\* +)?(--[a-z-]+)", kvq("eval", flag).stdout, flags=re.MULTILINE))
+
+    everyday, every = shown("--help"), shown("--help-all")
+    assert everyday == {
+        *("--task", "--compare", "--method", "--bits", "--artifact", "--set", "--model", "--device", "--dataset"),
+        *("--context", "--limit", "--out", "--help-all", "--help"),
+    }
+    command = typer.main.get_command(module.app).commands["eval"]
+    assert every == {parameter.opts[0] for parameter in command.params} | {"--help"}
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -86,7 +86,9 @@ def test_commands(chat, tmp_path):
         ("/regenerate", "there is no answer to replace"),
         ("/system Be brief.", "the tokenizer of reference has no chat template"),
         ("/compare", "/compare needs QUESTION"),
-        ("/save /dev/null/x", "cannot write /dev/null/x: File exists; choose another FILE"),
+        ("/save /dev/null/x", "/save /dev/null/x: no folder /dev/null; make it first, or choose another FILE"),
+        ("/save new/talk.json", "/save new/talk.json: no folder new; make it first"),
+        ("/save /proc/x", "/save: cannot write /proc/x: "),
         ("/save .", "/save: . is a folder; give the name of a file"),
         ("/save a\0b", "/save: embedded null byte"),
         ("/load a\0b", "/load a\\x00b: not JSON"),
@@ -102,6 +104,7 @@ def test_errors_do_not_end_the_conversation(chat, line, says):
 
 def test_tilde_is_the_home_folder(chat, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
     result = chat("/save ~/talk.json", "/load ~/talk.json", "/save ~nobody-of-this-name/x")
     assert result.exit_code == 0 and "0 messages read from ~/talk.json" in result.stderr
     assert (tmp_path / "home" / "talk.json").is_file() and not (tmp_path / "~").exists()

@@ -55,6 +55,7 @@ def test_prompt_from_argument_file_and_stdin(generate, tmp_path):
         generate("--file", "prompt.txt"),
         generate(input=prompt),
         generate(input=f"\ufeff{prompt}"),
+        generate("-", input=prompt),
     ]
     tokens = len(AutoTokenizer.from_pretrained(model_path())(prompt)["input_ids"])
     assert {(each["text"], each["prompt_tokens"]) for each in found} == {(found[0]["text"], tokens)}
@@ -63,7 +64,8 @@ def test_prompt_from_argument_file_and_stdin(generate, tmp_path):
 def test_text_goes_to_stdout_and_summary_to_stderr(kvq, generate):
     result = kvq("generate", PROMPT, "-n", 12)
     assert result.stdout == generate(PROMPT)["text"] + "\n"
-    method, speed, cache = result.stderr.strip().splitlines()
+    method, limit, speed, cache = result.stderr.strip().splitlines()
+    assert limit == "the answer ends at the limit of 12 tokens; raise --max-new-tokens for a longer one"
     assert method.startswith(
         "method: kivi, 2 bits (default: no 2-bit artifact in artifacts/reference); uncompressed: --method fp16"
     )

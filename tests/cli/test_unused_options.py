@@ -28,7 +28,7 @@ RULED = {
     "analyze": "model trust_remote_code accept_license device dtype seed set_ dataset samples seqlen out_dir",
     "bits": f"{SHARED} compare method shapes context batch model",
     "plan": f"{SHARED} model",
-    "results": "run baseline against plot",
+    "results": "run baseline against plot columns transpose",
     "report": "artifact",
     "reproduce": "options trust_remote_code accept_license store workers ray",
     "bench kernels": "check seconds resume dry out_dir device",
@@ -113,6 +113,7 @@ def _notes(line):
         ("analyze roofline --seqlen 96", ["--seqlen"]),
         ("analyze error --seqlen 96", []),
         ("results d --runs --baseline kivi", ["--baseline"]),
+        ("results d --baseline kivi --columns bits --transpose", ["--columns", "--transpose"]),
         ("reproduce --store x", ["--store"]),
     ],
 )  # fmt: skip

@@ -242,7 +242,7 @@ def test_missing_package_error_names_the_extra(tmp_path, monkeypatch, package, n
     (tmp_path / "rows.parquet").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(KvqError, match=rf"{package}, which is not installed: pip install 'kvq-cli\[datasets\]'"):
+    with pytest.raises(KvqError, match=rf"{package}, which is not installed: pip install '\.\[datasets\]'"):
         load_text(name, "calibration")
 
 

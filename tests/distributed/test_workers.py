@@ -30,7 +30,7 @@ def test_both_options_contradict(kvq):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(KvqError, match=r"pip install 'kvq-cli\[ray\]'"), connected(2, None):
+    with pytest.raises(KvqError, match=r"pip install '\.\[ray\]'"), connected(2, None):
         pass
 
 

@@ -54,7 +54,7 @@ def test_student_t_quantiles():
 
 def test_missing_scipy_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    with pytest.raises(KvqError, match=r"need the package scipy.* pip install 'kvq-cli\[eval\]'"):
+    with pytest.raises(KvqError, match=r"need the package scipy.* pip install '\.\[eval\]'"):
         paired([1.0, 2.0], [2.0, 2.0])
 
 
@@ -117,6 +117,20 @@ def test_formats(kvq, folder):
     assert (folder / "plot.png").stat().st_size > 10_000
     rows = json.loads(kvq("results", folder, "--format", "json").stdout)["rows"]
     assert rows["a-2bit"]["perplexity"] == {"value": pytest.approx(math.exp(3)), "error": 0.5}
+
+
+def test_chosen_columns_and_a_column_for_each_method(kvq, fails, folder):
+    chosen = ("results", folder, "--columns", "bits,perplexity")
+    assert kvq(*chosen, "--format", "csv").stdout.splitlines()[0] == "method,bits,perplexity,perplexity stderr"
+    assert list(json.loads(kvq(*chosen, "--json").stdout)["rows"]["a-2bit"]) == ["bits", "perplexity"]
+    lines = kvq(*chosen, "--transpose", "--format", "markdown").stdout.splitlines()
+    assert lines[0] == "| method | a-2bit | b-2bit |" and lines[2] == "| bits | 2 | 2 |"
+    assert lines[3].startswith("| perplexity | **20.086 ±0.500** | ")
+    shown = kvq(*chosen, "--transpose").stdout.splitlines()
+    _, head, _, *rows = (line.split() for line in shown if line.strip())
+    assert head == ["method", "a-2bit", "b-2bit"] and [row[0] for row in rows] == ["bits", "perplexity"]
+    fails("results", folder, "--columns", "bit", code=2, says="--columns: no column 'bit'; there are: vt, perplexity")
+    assert "--columns has no effect: it shapes the table of means" in kvq(*chosen, "--baseline", "a-2bit").stderr
 
 
 @pytest.mark.parametrize("format", ["table", "csv", "markdown", "latex"])

@@ -62,7 +62,9 @@ def test_methods_of_several_runs_stand_in_one_table_with_their_samples(run, tmp_
     shown = shown_results(tmp_path).methods  # two of the label kivi-2bit
     ids = {label: document["config"]["run"]["id"] for label, document in shown.items()}
     assert ids == {"fp16": 1, "kivi-2bit,residual=32": 3, "kivi-2bit,residual=64": 2}
-    lines = kvq("results", tmp_path, "--format", "csv").stdout.splitlines()
+    table = kvq("results", tmp_path, "--format", "csv")
+    assert "runs of the same tasks and settings are shown together; --run N shows one" in table.stderr
+    lines = table.stdout.splitlines()
     assert lines[0].endswith(",n,run")
     assert [line.split(",")[-2:] for line in lines[1:]] == [["2", "1"], ["4", "3"], ["3", "2"]]
     document = json.loads(kvq("results", tmp_path, "--json").stdout)

@@ -27,6 +27,7 @@ from kvq_cli.calibration.settings import (
 from kvq_cli.calibration.streams import Stream, StreamFunction, cluster_all, stream_name, streams_of
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.distributed import Workers
+from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.specs import CaptureSpec
 from kvq_cli.models import LoadedModel
@@ -51,6 +52,12 @@ class CapturePlan(CalibrationPlan):
         size = capture_size(settings, spec.skip, spec.unit, loaded)
         for least, what in spec.needed_tokens(loaded.shape):
             check_enough(settings, size, least, what)
+        shortest = spec.skip + spec.near + 2  # the last token predicts nothing
+        if spec.near and spec.weighted and settings.seqlen < shortest:
+            raise UsageError(
+                f"--seqlen {settings.seqlen}: predictions read the newest {spec.near} and the first {spec.skip} tokens "
+                f"in full precision, so that none reads a packed token: raise it to {shortest} or more"
+            )
         return cls(loaded, method, spec, settings, size)
 
     @abstractmethod

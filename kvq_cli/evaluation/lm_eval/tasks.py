@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
-from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
+from kvq_cli.errors import KvqError, UsageError, did_you_mean, install_command, reading, reason
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "evaluate")
 def require_lm_eval(feature: str) -> None:
     """KvqError with the command that installs lm-eval, if it is not installed."""
     if find_spec("lm_eval") is None:
-        raise KvqError(f"{feature} needs the package lm-eval, which is not installed: pip install 'kvq-cli[eval]'")
+        raise KvqError(f"{feature} needs the package lm-eval, which is not installed: {install_command('eval')}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _load(manager: TaskManager, name: str, task_class: type[ConfigurableTask]) -
     except KvqError:
         raise
     except (ImportError, ModuleNotFoundError) as error:
-        raise KvqError(f"{PREFIX}{name}: {reason(error)}: pip install 'kvq-cli[eval]'") from error
+        raise KvqError(f"{PREFIX}{name}: {reason(error)}: {install_command('eval')}") from error
     except Exception as error:  # tasks run arbitrary code when they are loaded
         raise KvqError(f"{PREFIX}{name} cannot be loaded: {reason(error)}") from error
 

@@ -19,7 +19,8 @@ from kvq_cli.codecs.layout import Layout, TensorLike
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.window import Window
 
-#: Receives the layer's index and its keys, values and queries, `[1, heads, tokens, head_dim]` each.
+#: Receives a layer, counted among those with a cache, and its keys, values and queries, `[1, heads, tokens, head_dim]`
+#: each.
 PromptSink = Callable[[int, Prompt], None]
 
 
@@ -28,17 +29,21 @@ def watch_inputs(
 ) -> None:
     """Run a window `[tokens]` through the model and call `sink(layer, kind, numbers)` for each layer in turn.
 
+    layer: counted among those with a cache.
     kind: "x" for the layer's input X after its norm, "k" for keys before RoPE, "v" for values. numbers:
     `[tokens, channels]`.
     """
+    places = {site.index: place for place, site in enumerate(sites)}
     with ExitStack() as hooks:
-        for site in sites:
+        for place, site in enumerate(sites):
 
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: int = site.index) -> None:
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: int = place) -> None:
                 sink(layer, "x", layer_input(args, kwargs)[0])
 
             hooks.callback(site.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        capture(model, sites, tokens, lambda layer, kind, _, x: sink(layer, kind, x.flatten(1)), gradients=False)
+        capture(
+            model, sites, tokens, lambda layer, kind, _, x: sink(places[layer], kind, x.flatten(1)), gradients=False
+        )
 
 
 @contextmanager
@@ -107,6 +112,7 @@ class _PromptReader(Method):
         return 16.0
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
-        keys = _SinkCodec(lambda prompt: self.sinks[0](layer, prompt))
+        place = shape.cached_layers.index(layer)
+        keys = _SinkCodec(lambda prompt: self.sinks[0](place, prompt))
         source = "pre_rope" if self.pre_rope else "post_rope"
         return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _EmptyCodec(), Window()))

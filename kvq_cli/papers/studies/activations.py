@@ -71,7 +71,10 @@ def temporary_store() -> Iterator[Store]:
 
 @dataclass(frozen=True)
 class Activations:
-    """Captured keys (before RoPE) and values of `layers`. sites: the model's attention modules, in layer order."""
+    """Captured keys (before RoPE) and values of `layers`. sites: the model's attention modules, in layer order.
+
+    Layers are counted among those with a cache, which are all of most models.
+    """
 
     loaded: LoadedModel
     sites: list[AttentionLayer]
@@ -106,12 +109,13 @@ def captured(
     if not 0 <= skip < windows.shape[1]:
         raise UsageError(f"skip={skip} must be at least 0 and below --seqlen {windows.shape[1]}")
     sites = attention_layers(loaded.model)
+    places = {site.index: place for place, site in enumerate(sites)}
     chosen = list(range(len(sites))) if layers is None else list(layers)
     with temporary_store() as store:
 
         def sink(layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
-            if layer in chosen:
-                store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
+            if places[layer] in chosen:
+                store.append(f"{places[layer]}.{kind}.{quantity}", numbers[skip:])
 
         with capturing(loaded, sites, windows.shape[1]) if gradients else nullcontext():
             for index, tokens in enumerate(windows):

@@ -81,8 +81,9 @@ class Error(ModelStudy):
                 f"study error: {data.samples} windows of {data.seqlen} tokens, of which {held_out} are held out, "
                 f"are too few for 256 centroids: raise --samples or --seqlen"
             )
-        errors: list[dict] = [{name: {} for name in STREAMS.values()} for _ in range(shape.layers)]
-        jobs = [(layer, kind, chunk) for layer in range(shape.layers) for kind in STREAMS for chunk in _CHUNKS]
+        layers = range(len(shape.cached_layers))
+        errors: list[dict] = [{name: {} for name in STREAMS.values()} for _ in layers]
+        jobs = [(layer, kind, chunk) for layer in layers for kind in STREAMS for chunk in _CHUNKS]
         with captured(data.loaded, data.windows, progress, gradients=True, skip=self.skip) as activations:
 
             def measure(job: tuple[int, str, int]) -> None:

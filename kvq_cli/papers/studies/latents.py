@@ -79,8 +79,8 @@ class Latents(ModelStudy):
         """See `ModelStudy.run`. Memory: the activations of one layer, and the factors of all weights."""
         sites, windows = attention_layers(data.loaded.model), data.windows
         layers = []
-        for site in sites:
-            progress("singular values", site.index, len(sites))
+        for place, site in enumerate(sites):
+            progress("singular values", place, len(sites))
             factors, _ = factorize(site, ("k", "v"), torch.float32)
             layers.append(_Layer({kind: factors[f"{kind}.down"] for kind in "kv"}, factors["k.up"][0].clone()))
         progress("singular values", len(sites), len(sites))

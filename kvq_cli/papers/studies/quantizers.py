@@ -121,7 +121,7 @@ class Quantizers(ModelStudy):
                 f"study quantizers: {data.samples} windows of {data.seqlen} tokens, {held_out} of them held out, "
                 f"give {max(0, vectors)} vectors, too few for {self.entries} centroids: raise --samples or --seqlen"
             )
-        layers = spread(data.loaded.shape.layers, self.layers)
+        layers = spread(len(data.loaded.shape.cached_layers), self.layers)
         jobs = [(dim, layer, kind) for layer in layers for kind in STREAMS for dim in _DIMS]
         errors: dict[tuple[int, int, str], tuple[float, float]] = {}
         with captured(data.loaded, data.windows, progress, layers=layers, skip=self.skip) as activations:

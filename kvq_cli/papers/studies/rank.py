@@ -78,12 +78,12 @@ class Rank(ModelStudy):
             watch_inputs(data.loaded.model, sites, tokens, sink)
         progress("windows", len(windows), len(windows))
         ranks, full_rank = [], 0
-        for site in sites:
-            progress("singular values", site.index, len(sites))
+        for place, site in enumerate(sites):
+            progress("singular values", place, len(sites))
             weights = [projection.weight for projection in projections(site)]
             full_rank = min(weights[0].shape)
             matrices = [*weights, in_random_order(weights[0])]
-            activations = [spectra[kind][site.index].effective_rank() for kind in "xk"]
+            activations = [spectra[kind][place].effective_rank() for kind in "xk"]
             ranks.append([*map(effective_rank, matrices), *activations])
         progress("singular values", len(sites), len(sites))
 

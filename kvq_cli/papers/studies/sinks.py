@@ -60,10 +60,10 @@ class Sinks(ModelStudy):
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `ModelStudy.run`."""
-        layers = data.loaded.shape.layers
+        layers = len(data.loaded.shape.cached_layers)
         drawn = layers // 2 if self.layer is None else self.layer
         if not 0 <= drawn < layers:
-            raise UsageError(f"study sinks: layer={drawn}, but the model has {layers} layers, from 0 on")
+            raise UsageError(f"study sinks: layer={drawn}, but the model has {layers} layers with a cache, from 0 on")
         if not 1 <= self.first < data.seqlen - 1:
             longest = data.seqlen - 2
             raise UsageError(f"study sinks: first={self.first} must be at least 1 and, by --seqlen, at most {longest}")
