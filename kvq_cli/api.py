@@ -36,7 +36,8 @@ def calibrate(
     model: a name as for `load_model`, or a model of transformers, with its `tokenizer`.
     method: name, bits and options, like "klt-2.25bit:join_keys=on"; None: that of the command.
     quiet: False: print progress and notes to stderr.
-    options: those of `kvq calibrate`, with its defaults: `dataset`, `samples`, `seqlen`, `out`, `resume`, ....
+    options: those of `kvq calibrate`, with its defaults: `dataset`, `samples`, `seqlen`, `out`, `resume`, .... A model
+    that was made in memory has no name: it needs `out`, the artifact's folder.
 
     Raises UsageError for what does not fit the model or the text, or an artifact that is in the way; KvqError where
     the calibration fails.
@@ -47,6 +48,8 @@ def calibrate(
     arguments = arguments_of(_calibrate.calibrate, options, _source(model, tokenizer), given)
     built = _calibrate.build_method(*(arguments[key] for key in ("method", "bits", "set_", "fisher")))
     data = arguments["data"]
+    if data.out is None and not arguments["model_options"].model:
+        raise UsageError("calibrate(): the model has no name: pass the artifact's folder, out=...")
     plan, folder = _calibrate.planned(built, data, arguments["disk"], arguments["model_options"])
     return _calibrate.calibrated(plan, folder, data, arguments["worker_options"], output)
 

@@ -33,7 +33,7 @@ def named(text: str | os.PathLike, model: PreTrainedModel, own: str | None = Non
     from kvq_cli.models import model_name, model_shape
 
     name, options = _parsed(os.fspath(text))
-    if is_artifact(name):
+    if is_artifact(text) or is_artifact(name):
         return _load(Path(name)).with_options(options)
     method, own = build(name, **options), model_name(model) if own is None else own
     found = _calibrated(method, own) if own else None
@@ -144,10 +144,13 @@ def resolve_compared(
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """A method, or an artifact's folder or id, and options of its own."""
+    """A method, or an artifact's folder or id, and options of its own. UsageError for an empty name."""
     from kvq_cli.methods.registry import parse
 
-    return (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
+    name, options = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
+    if not name.strip():
+        raise UsageError(f"{text!r} names nothing: give a method, or the folder or id of an artifact")
+    return name, options
 
 
 def _offered(given: Sequence[Artifact], name: str, own: Mapping[str, Any], shared: Mapping[str, Any]) -> list[Artifact]:
@@ -161,7 +164,7 @@ def _offered(given: Sequence[Artifact], name: str, own: Mapping[str, Any], share
     return [
         artifact
         for artifact in given
-        if artifact.method_config["name"] == name and fits_bits(wanted, artifact.method_config.get("bits"))
+        if artifact.method_config["name"] == name and fits_bits(name, wanted, artifact.method_config.get("bits"))
     ]
 
 
@@ -174,9 +177,14 @@ def _takes(artifact: Artifact, own: Mapping[str, Any]) -> bool:
     return True
 
 
-def fits_bits(wanted: Any, held: float | None) -> bool:
-    """Whether an artifact of `held` bits has the bits that a comparison asks for: all have where it names none."""
-    return wanted is None or str(wanted) in {str(held), "None" if held is None else f"{held:g}"}
+def fits_bits(method: str, wanted: Any, held: float | None) -> bool:
+    """Whether a method's artifact of `held` bits has the bits that a comparison asks for: all have where it names none,
+    or where the method's bits can be changed at run time."""
+    from kvq_cli.methods.registry import is_runtime
+
+    if wanted is None or is_runtime(method, "bits"):
+        return True
+    return str(wanted) in {str(held), "None" if held is None else f"{held:g}"}
 
 
 def needs_artifact(model: str, method: Method, trust_remote_code: bool = False) -> bool:

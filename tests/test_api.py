@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from random_artifacts import random_parts, tiny_model
 from tiny_folder import tiny, tiny_folder, write_tiny_model  # noqa: F401  # fixtures
 
 import kvq_cli
 from kvq_cli import attach, calibrate, evaluate, load_model, recommend
+from kvq_cli.artifact import save_artifact
 from kvq_cli.cli import recommend as recommend_command
+from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.paths import artifact_folder
 from kvq_cli.tuning import recommend as tuning
 
 SMALL = {"samples": 4, "seqlen": 200, "points": 256, "iterations": 2}
@@ -73,12 +78,23 @@ def test_options_are_checked_as_on_the_command_line(tiny):  # noqa: F811
         evaluate(tiny.model, [], **held)
     with pytest.raises(UsageError, match="pass the model's tokenizer, too"):
         evaluate(tiny.model, "kivi")
+    with pytest.raises(UsageError, match="the model has no name: pass the artifact's folder, out="):
+        calibrate(tiny_model(), "temporalkv", **held)
     with pytest.raises(UsageError, match="kivi needs no calibration"):
         calibrate(tiny.model, "kivi", **held)
     with pytest.raises(KvqError, match="temporalkv-2bit needs calibration: run `kvq calibrate "):
         evaluate(tiny.model, "temporalkv-2bit", **held)
     with pytest.warns(UserWarning, match="--context has no effect: only tasks of RULER read it"):
         evaluate(tiny.model, "kivi:group=8:residual=16", context=[512, 1024], **WINDOWS, **held)
+
+
+def test_recommend_leaves_out_an_artifact_of_another_model(tiny, tmp_path, capsys):  # noqa: F811
+    method = kvq_cli.build("temporalkv", bits=2)
+    own = artifact_folder(tiny.name, method)
+    save_artifact(own, *random_parts(method, tiny_model()), "card")
+    taken = recommend_command._ready(method, tiny, "prose", 0, tmp_path, True, Output())
+    said = capsys.readouterr().err
+    assert taken is None and re.search("left out: temporalkv: artifact .* belongs to the model", said)
 
 
 def test_recommend_measures_what_fits(tmp_path, monkeypatch):

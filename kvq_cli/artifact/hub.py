@@ -27,12 +27,13 @@ def local_folder(name: str | os.PathLike) -> Path:
     """The folder of an artifact: `name` where that exists, else the snapshot of that repository of the Hub
     ("user/repo", "user/repo@revision"), downloaded unless the newest one is in the cache.
 
-    Without the Hub, it is the snapshot in the cache. A name that is neither is returned as it is. Raises KvqError where
+    Without the Hub, it is the snapshot in the cache. A name that is neither is returned as it is, and so is one without
+    a revision whose first part is a folder: a path that is mistyped, as of `artifacts/MODEL`. Raises KvqError where
     the Hub has no such repository or revision, or none that may be read, and where it holds no artifact.
     """
     path = Path(name)
     found = _ID.fullmatch(os.fspath(name))
-    if found is None or path.exists():
+    if found is None or path.exists() or (found["revision"] is None and path.parent.is_dir()):
         return path
     import huggingface_hub
 
@@ -69,8 +70,9 @@ def push(folder: Path, repo: str, *, private: bool = False, replace: bool = Fals
     """Upload an artifact's files as one commit of a repository of the Hub, which is made if it is missing; returns the
     commit's address.
 
-    private: of a new repository. replace: also where the repository holds an artifact. Raises UsageError for such a
-    repository without `replace`, and for one with other files: a model has a `config.json`, too.
+    private: of a new repository; UsageError for one that is public. replace: also where the repository holds an
+    artifact. Raises UsageError for such a repository without `replace`, and for one with other files, or with some of
+    an artifact's only: a model has a `config.json`, too.
     """
     import huggingface_hub
 
@@ -78,8 +80,11 @@ def push(folder: Path, repo: str, *, private: bool = False, replace: bool = Fals
     with _named(repo, repo, "write"):
         api.create_repo(repo, private=private or None, exist_ok=True)
         info = api.model_info(repo, timeout=_TIMEOUT)
-        held = {file.rfilename for file in info.siblings or ()} - {".gitattributes", CARD_FILE}
-        if others := sorted(name for name in held if not is_artifact_file(name)):
+        if private and not info.private:
+            raise UsageError(f"{repo} exists and is public: make it private on the Hub, or leave out --private")
+        held = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
+        others = sorted(name for name in held if not is_artifact_file(name))
+        if others := others or sorted(() if held >= {CONFIG_FILE, TENSOR_FILE} else held):
             raise UsageError(f"{repo} is no artifact, and is not replaced (it holds {others[0]!r}): take another name")
         if held and not replace:
             raise UsageError(f"{repo} holds an artifact already: take another name, or pass --force to replace it")
@@ -89,6 +94,7 @@ def push(folder: Path, repo: str, *, private: bool = False, replace: bool = Fals
                 repo_id=repo,
                 folder_path=folder,
                 allow_patterns=_FILES,
+                ignore_patterns=["*/*"],
                 delete_patterns=["*.png"],
                 commit_message=message,
                 parent_commit=info.sha,

@@ -9,10 +9,18 @@ CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "REA
 
 
 def is_artifact(text: str | os.PathLike) -> bool:
-    """Whether a name is that of an artifact, its folder or its id on the Hub, and not of a method."""
-    return "/" in os.fspath(text) or (Path(text) / CONFIG_FILE).is_file()
+    """Whether a name is that of an artifact, its folder or its id on the Hub, and not of a method.
+
+    A method's name is the method, also where a folder has that name: `./kivi`, or a Path, is the folder.
+    """
+    from kvq_cli.methods.registry import method_names
+
+    name = os.fspath(text)
+    if not name or "/" in name:
+        return bool(name)
+    return (Path(name) / CONFIG_FILE).is_file() and (text is not name or name not in method_names())
 
 
 def is_artifact_file(name: str) -> bool:
-    """Whether an artifact may have a file of this name; `.png`: a picture of the card."""
-    return name in (CONFIG_FILE, TENSOR_FILE, CARD_FILE) or name.endswith(".png")
+    """Whether an artifact may have a file of this name; `.png`: a picture of the card. It has no folders."""
+    return name in (CONFIG_FILE, TENSOR_FILE, CARD_FILE) or (name.endswith(".png") and "/" not in name)

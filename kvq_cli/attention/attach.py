@@ -96,8 +96,17 @@ class Attached(AbstractContextManager["Attached"]):
             undo.enter_context(captured_steps(self.model, self.hooks, self.backend))
         self._undo = undo.pop_all()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:  # which a refusal to close must not replace
+            self._close_later()
         self.close()
+
+    def _close_later(self) -> None:
+        """Close what was attached to the model after this one."""
+        while self._undo is not None and (newest := getattr(decoder_of(self.model), _NEWEST)) is not self:
+            if newest._undo is None:  # another thread is attaching it
+                return
+            newest.close()
 
     def close(self) -> None:
         """Take the method off the model, as the end of a `with` block does; does nothing the second time.

@@ -241,7 +241,7 @@ def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
     for folder in values["artifact"] or []:
         name, own = opt.artifact_method(folder)
         wanted = [options.get("bits", values["bits"]) for other, options in named if other == name]
-        if not any(fits_bits(bits, own.get("bits")) for bits in wanted):
+        if not any(fits_bits(name, bits, own.get("bits")) for bits in wanted):
             label = f"{name}-{own['bits']:g}bit" if own else name
             yield f"{flag} {folder}: --compare does not name {label}, which is compared, too"
 

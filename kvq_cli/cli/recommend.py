@@ -181,29 +181,31 @@ def _ready(
     """The method, or the model's artifact of it, else one of a quick calibration; None without `calibrate`."""
     if not method.calibrates:
         return method
+    from kvq_cli.artifact import load_artifact
     from kvq_cli.calibration import pipeline
     from kvq_cli.calibration.plan import plan_calibration
     from kvq_cli.calibration.settings import CalibrationOptions
-    from kvq_cli.resolve import named
 
     own = artifact_folder(loaded.name, method)
-    if own.is_dir():
-        return named(own, loaded.model)
-    if not calibrate:
+    if not own.is_dir() and not calibrate:
         output.note(f"left out: {method.name}, of which the model has no artifact (--calibrate makes one)")
         return None
     seqlen = loaded.default_length(SEQLEN)
     options = CalibrationOptions(dataset=dataset, samples=SAMPLES, seqlen=seqlen, seed=seed)
     made = folder / f"{own.name}-{short_name(dataset)}"
-    if not made.is_dir():
+    if not own.is_dir() and not made.is_dir():
         output.note(
             f"calibrating {own.name} on {SAMPLES} windows of {seqlen} tokens: `kvq calibrate` takes more, for less loss"
         )
     try:
+        if own.is_dir():
+            held = load_artifact(own)
+            held.check_model(loaded.model, loaded.name)
+            return held
         plan = plan_calibration(loaded, method, options)
         with output.phases() as progress:
             return pipeline.calibrate(plan, made, resume=True, progress=progress, note=output.note)
-    except UsageError as error:  # of what the model or the text lacks; other methods need no calibration
+    except UsageError as error:  # the artifact is another model's, or the model or the text lacks something
         output.note(f"left out: {method.name}: {error}")
         return None
 

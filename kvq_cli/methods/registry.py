@@ -66,6 +66,12 @@ def has_option(name: str, option: str) -> bool:
     return any(field.name == option for field in dataclasses.fields(method_class(name)))
 
 
+def is_runtime(name: str, option: str) -> bool:
+    """Whether the method has this option, and its artifacts can be used with any value of it."""
+    fields = dataclasses.fields(method_class(name))
+    return any(field.name == option and field.metadata.get("runtime") for field in fields)
+
+
 def check_shared(names: Iterable[str], options: Iterable[str]) -> None:
     """Raise UsageError for an option that none of several methods has; `bits` is always accepted."""
     names = list(names)
@@ -86,8 +92,13 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"{text}: an option must be OPTION=VALUE, like kivi:sinks=8")
-        options[key.strip().replace("-", "_")] = value.strip()
+        key = key.strip().replace("-", "_")
+        if key in options:
+            raise UsageError(f"{text}: sets {key} twice: leave out one of them")
+        options[key] = value.strip()
     if "/" not in name and (match := re.fullmatch(r"(.+)-(\d{1,20}(?:\.\d{1,20})?)bit", name)):
+        if "bits" in options:
+            raise UsageError(f"{text}: sets bits twice, in its name and as an option: leave out one of them")
         name, options["bits"] = match[1], float(match[2]) if "." in match[2] else int(match[2])
     return name, options
 

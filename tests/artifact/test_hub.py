@@ -109,10 +109,42 @@ def test_a_model_is_never_replaced(hub, pushed):
         load_artifact("user/repo")
 
 
-def test_an_empty_repository_with_a_card_is_filled(hub, pushed):
+@pytest.mark.parametrize("names", [("README.md",), ("config.json", "README.md"), ("config.json", "a.png")])
+def test_some_of_an_artifacts_files_are_no_artifact(hub, pushed, names):
     hub.repositories["user/repo"] = repository = Repository()
-    repository.commit({**repository.files, "README.md": b"soon"}, "made by hand")
+    repository.commit({**repository.files, **dict.fromkeys(names, b"own")}, "made by hand")
+    held = dict(repository.files)
+    for words in ((), ("--force",)):
+        refused = pushed(2, *words)
+        assert refused.exit_code == 2 and "user/repo is no artifact, and is not replaced" in refused.stderr
+    assert repository.files == held
+
+
+def test_an_empty_repository_is_filled(hub, pushed):
+    hub.repositories["user/repo"] = repository = Repository()
     assert pushed().exit_code == 0 and repository.files["README.md"] == b"# card"
+
+
+def test_files_in_folders_are_neither_pushed_nor_deleted(hub, artifact, kvq):
+    artifact()
+    Path("mine-2/below").mkdir()
+    Path("mine-2/below/own.png").write_bytes(b"own")
+    assert kvq("push", "mine-2", "user/repo").exit_code == 0
+    repository = hub.repositories["user/repo"]
+    assert "a.png" in repository.files and "below/own.png" not in repository.files
+    repository.commit({**repository.files, "docs/photo.png": b"own"}, "a picture")
+    refused = kvq("push", "mine-2", "user/repo", "--force")
+    assert refused.exit_code == 2 and "it holds 'docs/photo.png'" in refused.stderr
+    assert repository.files["docs/photo.png"] == b"own"
+
+
+def test_nothing_private_is_pushed_to_a_public_repository(hub, pushed):
+    hub.repositories["user/repo"] = repository = Repository()
+    refused = pushed(2, "--private")
+    assert refused.exit_code == 2 and "user/repo exists and is public: make it private on the Hub" in refused.stderr
+    assert list(repository.files) == [".gitattributes"]
+    repository.private = True
+    assert pushed(2, "--private").exit_code == 0
 
 
 def test_damaged_artifacts_are_not_pushed(hub, artifact, fails):
@@ -151,6 +183,16 @@ def test_a_folder_of_that_name_comes_first(hub, pushed, artifact):
     Path("mine-4").rename("user/repo")
     hub.requests.clear()
     assert load_artifact("user/repo").method_config["bits"] == 4 and not hub.requests
+
+
+def test_a_mistyped_path_is_not_looked_up(hub, pushed):
+    pushed(2)
+    Path("user").mkdir()
+    hub.requests.clear()
+    with pytest.raises(KvqError, match="no artifact at user/repo: not a folder .make one with `kvq calibrate --out"):
+        load_artifact("user/repo")
+    assert not hub.requests
+    assert load_artifact("user/repo@main").method_config["bits"] == 2
 
 
 def test_altered_files_are_refused_by_name(hub, pushed):

@@ -11,7 +11,7 @@ from random_artifacts import random_parts, tiny_model
 from transformers import DynamicCache, GenerationConfig, TextGenerationPipeline, TextIteratorStreamer
 
 from kvq_cli import attach
-from kvq_cli.artifact import save_artifact
+from kvq_cli.artifact import is_artifact, save_artifact
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model, model_name
@@ -64,6 +64,21 @@ def test_artifacts_are_named_by_folder_or_by_the_models_own():
             assert same(kv, "temporalkv", bits=2, sinks=3)
     with pytest.raises(KvqError, match="temporalkv-4bit needs calibration"):
         attach(model, "temporalkv-4bit")
+
+
+def test_a_methods_name_is_not_that_of_a_folder():
+    model = tiny_model()
+    save_artifact("kivi", *random_parts(build("temporalkv", bits=2), model), "card")
+    for name in ("./kivi", Path("kivi")):
+        with attach(model, name) as kv:
+            assert same(kv, "temporalkv", bits=2), name
+    with attach(model, "kivi:group=8:residual=16") as kv:
+        assert kv.method.name == "kivi"
+    assert not is_artifact("kivi") and is_artifact("./kivi")
+    Path("config.json").write_text("{}")
+    for name in ("", ":sinks=3"):
+        with pytest.raises(UsageError, match="names nothing: give a method, or the folder"):
+            attach(model, name)
 
 
 def test_the_built_in_model_has_its_name(monkeypatch):
@@ -145,6 +160,20 @@ def test_the_newest_attach_is_closed_first(tiny, prompt):
     assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), plain) and outer.report().tokens
     outer.close()
     assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), plain)
+
+
+def test_an_error_is_not_replaced_where_a_later_attach_is_open(tiny):
+    model = tiny("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ZeroDivisionError), attach(model, "fp16"):
+        inner, innermost = attach(model, KIVI), attach(model, "fp16")
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == before and "generate" not in model.__dict__
+    assert not model._forward_hooks and "kvq_attached" not in model.model.__dict__
+    for each in (innermost, inner):
+        each.close()
+    with attach(model, KIVI):
+        pass
 
 
 def test_pipelines_and_streamers_generate_in_a_compressed_cache():

@@ -1,5 +1,7 @@
 """Labels, result folders and identities of compared methods and artifacts."""
 
+from pathlib import Path
+
 import pytest
 from random_artifacts import random_parts, tiny_model
 
@@ -61,6 +63,14 @@ def test_given_artifact_is_not_used_with_options_of_another_calibration(artifact
     assert [one.path for one in chosen] == [without.relative_to(without.parents[2]), mine]
     with pytest.raises(UsageError, match=r"fisher=off: the artifact .*mine was calibrated with fisher=on"):
         resolve_compared("reference", ["temporalkv:fisher=off"], 2, [mine])
+
+
+def test_bits_of_run_time_do_not_choose_among_artifacts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvq_cli.models.model_config", lambda *_, **__: tiny_model().config)
+    save_artifact("mine", *random_parts(build("oscar", bits=2), tiny_model(), "reference", 0), "card")
+    chosen = resolve_compared("reference", ["oscar-4bit", "oscar"], 3, [Path("mine")])
+    assert [(one.path, one.method_config["bits"]) for one in chosen] == [(Path("mine"), 4), (Path("mine"), 3)]
 
 
 def test_labels_of_artifacts_of_one_method_are_their_folders(artifact):

@@ -70,6 +70,12 @@ def test_refusals_name_valid_values(name, options, message):
         registry.build(name, **options)
 
 
+@pytest.mark.parametrize("text", ["kivi:sinks=8:sinks=4", "kivi:pre-rope=on:pre_rope=off", "kivi-4bit:bits=2"])
+def test_an_option_is_given_once(text):
+    with pytest.raises(UsageError, match="sets (sinks|pre_rope|bits) twice"):
+        registry.parse(text)
+
+
 def test_config_without_a_name_is_refused():
     with pytest.raises(UsageError, match="'name'"):
         registry.from_config({"bits": 2})
