@@ -101,6 +101,8 @@ def plan(
     from kvq_cli.benchmarking.accounting import seen_numbers
     from kvq_cli.benchmarking.capacity import capacity, serving_capacity
     from kvq_cli.cache.report import FULL_PRECISION_BITS
+    from kvq_cli.models import model_config
+    from kvq_cli.vllm.checks import check_model
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
@@ -122,6 +124,8 @@ def plan(
             f"--engine vllm: kvq serve does not serve {shapes or model}, of which some layers have no cache: leave it "
             "out, as for `kvq generate`"
         )
+    if engine is Engine.vllm and shapes is None:
+        check_model(model_config(model, trust_remote_code), model)
     found, rows = [], []
 
     def count(method: Method) -> Capacity:

@@ -20,6 +20,8 @@ from kvq_cli.methods.registry import build
 from kvq_cli.units import human_bytes
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from kvq_cli.artifact import Artifact
     from kvq_cli.models import LoadedModel
 
@@ -169,7 +171,7 @@ def measured(
             round(scores["perplexity,none"] / scores["perplexity_uncompressed,none"] - 1, 6) + 0.0,  # no -0.0
             times[one.label],
             plain,
-            is_served(candidate.method, loaded.shape),
+            is_served(candidate.method, loaded.shape, loaded.model.config),
         )
 
 
@@ -188,13 +190,13 @@ def _token_times(
     return {label: times[cache.name] for label, cache in caches.items()}, times[plain.name]
 
 
-def is_served(method: Method, shape: ModelShape) -> bool:
-    """Whether `kvq serve` takes the method, with the options that it sets by itself."""
+def is_served(method: Method, shape: ModelShape, config: PretrainedConfig) -> bool:
+    """Whether `kvq serve` takes the method, with the options that it sets by itself, and the model of this `config`."""
+    from kvq_cli.vllm.checks import check_model
     from kvq_cli.vllm.served import SERVER_DEFAULTS
 
-    if shape.attention:
-        return False  # layers with other states
     try:
+        check_model(config, "the model")
         serving_layout(build(method.name, **_bits(method), **SERVER_DEFAULTS.get(method.name, {})), shape)
     except UsageError:
         return False

@@ -94,6 +94,13 @@ _OWN = (
     "--dtype",
     "--shutdown-timeout",
 )
+_OTHER_WINDOWS = ("it changes which layers of the model have a sliding window", ())
+#: As `REFUSED_FLAGS`, of a model with sliding windows.
+_REFUSED_BESIDE_WINDOWS = {
+    "--attention-config": ("kvq serve sets it for a model with sliding windows", ()),
+    "--disable-sliding-window": _OTHER_WINDOWS,
+    "--hf-overrides": _OTHER_WINDOWS,
+}
 #: Without a timeout, vLLM aborts requests in flight and never tells their clients, for whom it waits for ever.
 _SHUTDOWN_TIMEOUT = 30
 
@@ -119,8 +126,7 @@ def serve_plan(
         _check_additional(additional)
     layout = cache_layout(plans, of_rank, whole_number(flags, "--block-size")).of_rank(0, len(shape.cached_layers))
     if layout.local is not None:
-        because = "kvq serve sets it for a model with sliding windows"
-        refuse_flags(flags, {"--attention-config": (because, ())})
+        refuse_flags(flags, _REFUSED_BESIDE_WINDOWS)
     if store is not None:
         if layout.local is not None:
             raise UsageError(

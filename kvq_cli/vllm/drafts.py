@@ -26,7 +26,7 @@ def check_drafts(method: str, stores: bool = False) -> None:
 
 def method_of_flags(flags: Sequence[str]) -> str | None:
     """The method of speculative decoding that vLLM's flags ask for; None: they ask for none. vLLM takes a JSON object,
-    a flag for each field, and short forms of some."""
+    a flag for each field, and short forms of some. Raises UsageError for two methods."""
     fields: dict[str, str] = {}
     for i, word in enumerate(flags):
         start, _, field = word.partition("=")[0].partition(".")
@@ -35,8 +35,11 @@ def method_of_flags(flags: Sequence[str]) -> str | None:
             fields[field] = value if equals else next(iter(flags[i + 1 : i + 2]), "")
     text = flag_value(flags, FLAG)
     if text is not None:
-        fields |= _object(text)
-    for field in ("method", "model"):
+        given, dotted = _object(text), fields.get("method")
+        if dotted is not None and given.get("method", dotted) != dotted:
+            raise UsageError(f"{FLAG}: names method {given['method']}, and {FLAG}.method {dotted}; give one of them")
+        fields |= given
+    for field in ("method", "model", "tokens"):
         if (short := flag_value(flags, f"--spec-{field}")) is not None:
             fields[field] = short
     if not fields:

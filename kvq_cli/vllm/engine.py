@@ -105,7 +105,13 @@ class Engine:
         return all(self._layer(index).capturable for index in range(len(self.plans)))
 
     def next_layer(self) -> int:
-        """The number of the layer that is being made, among `shape.cached_layers`: vLLM makes them in order."""
+        """The number of the layer that is being made, among `shape.cached_layers`: vLLM makes them in order. Raises
+        KvqError for one beyond these."""
+        if self._layers == len(self.shape.cached_layers):
+            raise KvqError(
+                f"vLLM made a layer beside the {self._layers} that kvq's pages are for: serve this model with "
+                "--tensor-parallel-size 1"
+            )
         self._layers += 1
         return self._layers - 1
 

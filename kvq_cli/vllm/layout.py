@@ -18,7 +18,7 @@ from kvq_cli.codecs.layout import ITEMSIZE, PartSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
-from kvq_cli.vllm.local_layers import LOCAL_UNIT, LocalBlocks, local_blocks
+from kvq_cli.vllm.local_layers import LOCAL_SIZES, LocalBlocks, local_blocks
 from kvq_cli.vllm.placing import least_page
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _best(plans: Sequence[LayerPlan], shape: ModelShape, step: int) -> CacheLayo
 
 def _least(shape: ModelShape) -> str:
     """What a page must have room for, in words."""
-    return f"{LOCAL_UNIT} tokens of a layer with a sliding window" if shape.windows else "a token"
+    return f"{min(LOCAL_SIZES)} tokens of a layer with a sliding window" if shape.windows else "a token"
 
 
 def _suits(layout: CacheLayout, shape: ModelShape) -> bool:

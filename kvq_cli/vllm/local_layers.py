@@ -1,7 +1,7 @@
 """Layers with a sliding window: vLLM's own cache and attention, in 16 bits, beside kvq's pages of the other layers.
 
-vLLM gives all layers blocks of one pool, whose pages have the bytes of kvq's: a page of a local layer holds as many
-tokens in 16 bits as fit.
+vLLM gives all layers blocks of one pool, whose pages have the bytes of kvq's: a page of a local layer holds 16, 32 or
+64 tokens in 16 bits, the most that fit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method, ModelShape
 
-#: Tokens of which the blocks of vLLM's attention backends are multiples.
-LOCAL_UNIT = 16
+#: Tokens of a block that vLLM's attention backends take, the most first: FlashInfer takes no others.
+LOCAL_SIZES = (64, 32, 16)
 #: vLLM's flags: kvq's attention for layers that see all tokens, and for those alone kvq's cache.
 LOCAL_FLAGS = (
     *("--attention-config.backend_per_kind.full_attention", "CUSTOM"),
@@ -71,12 +71,12 @@ def served_shape(method: Method, shape: ModelShape) -> ModelShape:
 
 def local_blocks(shape: ModelShape, page_bytes: int, token_bytes: int) -> LocalBlocks | None:
     """The blocks of local layers beside pages of `page_bytes`; None: there are no such layers. block_size is 0 where a
-    page has no room for `LOCAL_UNIT` tokens.
+    page has no room for the least of `LOCAL_SIZES`.
 
     shape: a `served_shape`. token_bytes: of one token in one layer, in the model's dtype.
     """
     windows = [window for window in shape.windows if window is not None]
     if not windows:
         return None
-    tokens = page_bytes // token_bytes // LOCAL_UNIT * LOCAL_UNIT
+    tokens = next((size for size in LOCAL_SIZES if size * token_bytes <= page_bytes), 0)
     return LocalBlocks(len(windows), max(windows), tokens, len(shape.cached_layers))

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import Lfm2Config
+from transformers import GptOssConfig, Lfm2Config
 from typer.testing import CliRunner
 
 from kvq_cli.benchmarking.accounting import account
@@ -94,6 +94,14 @@ def test_layers_without_a_cache_are_not_counted(kvq, tmp_path):
     assert json.loads(planned.stdout)["methods"][0]["cache"] == alone
     served = kvq(*words, "--engine", "vllm")
     assert served.exit_code == 2 and "some layers have no cache: leave it out" in served.stderr
+
+
+def test_a_model_that_is_not_served_has_no_plan(kvq, tmp_path):
+    GptOssConfig(num_hidden_layers=2, num_local_experts=2).save_pretrained(tmp_path)
+    words = ("plan", "--model", str(tmp_path), "--memory", "40GB", "--compare", "kivi-2bit")
+    assert kvq(*words).exit_code == 0
+    served = kvq(*words, "--engine", "vllm")
+    assert served.exit_code == 2 and "has sink logits, which kvq does not serve" in served.stderr
 
 
 def test_each_rank_has_its_share_of_weights_heads_and_blocks(kvq):

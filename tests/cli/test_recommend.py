@@ -5,12 +5,13 @@ import re
 
 import pytest
 from tiers import slow
+from transformers import GptOssConfig
 
 from kvq_cli.benchmarking.capacity import capacity
 from kvq_cli.cli import recommend as command
 from kvq_cli.cli.sizes import model_size
 from kvq_cli.methods.registry import build
-from kvq_cli.models import load_model
+from kvq_cli.models import load_model, model_config
 from kvq_cli.tuning import recommend
 from kvq_cli.tuning.recommend import EQUAL_KL, Measured, Need, best, candidates, is_served, reason
 
@@ -121,4 +122,7 @@ def test_of_methods_that_diverge_alike_the_fastest_is_recommended(rows, label, w
 
 
 def test_served_as_the_server_sets_it():
-    assert is_served(build("innerq", bits=4), SIZE.shape) and not is_served(build("gear"), SIZE.shape)
+    config = model_config("reference", False)
+    assert is_served(build("innerq", bits=4), SIZE.shape, config)
+    assert not is_served(build("gear"), SIZE.shape, config)
+    assert not is_served(build("innerq", bits=4), SIZE.shape, GptOssConfig())

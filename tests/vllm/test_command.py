@@ -174,6 +174,8 @@ def test_quiet(kvq, folder):
         ("kivi", ("--speculative-config", "{"), "must be a JSON object"),
         ("kivi", ("-sc.method=eagle3", "-sc.model=x"), "kvq does not serve with method eagle3"),
         ("kivi", ("--spec-method", "mtp"), "kvq does not serve with method mtp"),
+        ("kivi", ("--spec-tokens", "4"), "kvq does not serve with method draft_model"),
+        ("kivi", ("-sc", '{"method": "ngram"}', "-sc.method=mtp"), ".method mtp; give one of them"),
         ("kivi", ("--kv-offloading-size", "1"), "cannot be transferred"),
         ("kivi", ("--kv-cache-dtype-skip-layers", "0"), "the method says how each layer is stored"),
         ("kivi", ("--enable-sleep-mode",), "sleep level 2 discards"),
@@ -299,6 +301,8 @@ def test_layers_with_a_sliding_window_stay_in_vllms_cache(kvq, windowed):
         (("--block-size", "64"), "no room for 16 tokens of a layer with a sliding window in full precision; use 96"),
         (("-ac.backend", "FLASHINFER"), "--attention-config is not supported by kvq: kvq serve sets it"),
         (("--attention-config={}",), "--attention-config is not supported by kvq: kvq serve sets it"),
+        (("--disable-sliding-window",), "--disable-sliding-window is not supported by kvq: it changes which layers"),
+        (("--hf-overrides.sliding_window=9",), "--hf-overrides is not supported by kvq: it changes which layers"),
         (("--prefix-store", "store", "--prefix-store-artifact", "raw"), "has layers with a sliding window"),
     ],
 )
@@ -393,6 +397,11 @@ def test_prefixes_beside_kvqs_pages(kvq, folder, klt, tmp_path, method):
         (("--prefix-store-artifact", "raw", "-pp", "2"), "all layers must be in one process"),
         (("--prefix-store-artifact", "raw", "--enable-sleep-mode"), "discards the memory in which codebooks"),
         (("--prefix-store-artifact", "raw", "--kv-cache-dtype", "fp8"), "keys and values of the model's dtype"),
+        (("--prefix-store-artifact", "raw", "--speculative-config={}"), "it does not support speculative decoding"),
+        (("--prefix-store-artifact", "raw", "-sc.method=ngram"), "it does not support speculative decoding"),
+        (("--prefix-store-artifact", "raw", "--spec-method", "ngram"), "it does not support speculative decoding"),
+        (("--prefix-store-artifact", "raw", "--spec_model=ngram"), "it does not support speculative decoding"),
+        (("--prefix-store-artifact", "raw", "--spec-tokens", "4"), "it does not support speculative decoding"),
     ],
 )
 def test_prefix_stores_that_are_refused(kvq, folder, klt, artifact, tmp_path, flags, message):

@@ -15,6 +15,7 @@ from kvq_cli.methods.registry import build_parsed
 from kvq_cli.methods.transform_specs import Profile, transform_layout
 from kvq_cli.methods.window import Window
 from kvq_cli.vllm.layout import cache_layout
+from kvq_cli.vllm.local_layers import local_blocks
 from kvq_cli.vllm.placing import least_page
 
 SMOLLM2 = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64, hidden_size=576, dtype="bfloat16")
@@ -60,6 +61,12 @@ def test_blocks_of_a_sequence():
     one = layout("kivi")
     assert one.blocks_of(one.block_size) == 1 + min(one.exact.blocks, -(-one.block_size // one.exact.block_size))
     assert one.blocks_of(10 * one.block_size + 1) == 11 + one.exact.blocks
+
+
+@pytest.mark.parametrize(("fitting", "tokens"), [(15, 0), (16, 16), (31, 16), (48, 32), (63, 32), (64, 64), (500, 64)])
+def test_tokens_of_blocks_of_local_layers(fitting, tokens):
+    shape = replace(SMOLLM2, windows=(None, 48) * 15, attention=tuple(range(0, 30, 2)))
+    assert local_blocks(shape, 768 * fitting + 100, 768).block_size == tokens
 
 
 def components(keys, values):

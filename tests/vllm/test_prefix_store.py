@@ -13,7 +13,7 @@ import torch
 from prefix_blocks import key
 from safetensors.torch import save_file
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import partial_path
 from kvq_cli.vllm.prefix_store.identity import model_identity
 from kvq_cli.vllm.prefix_store.store import PrefixStore
@@ -76,6 +76,13 @@ def test_models_that_differ_at_either_end_of_a_tensor_share_no_blocks(tmp_path):
     same = identity_of(tmp_path, "a", 1, 2, 3)
     assert identity_of(tmp_path, "b", 1, 2, 3) == same
     assert len({same, identity_of(tmp_path, "c", 1, 2, 4), identity_of(tmp_path, "d", 4, 2, 3)}) == 3
+
+
+@pytest.mark.parametrize("data", [b"", b"no safetensors at all", b"\2" + bytes(7) + b"[]", b"\2" + bytes(7) + b"{"])
+def test_damaged_weights_are_named(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(UsageError, match=r"model\.safetensors as safetensors: "):
+        model_identity(str(tmp_path), None)
 
 
 def _cut(data):

@@ -181,6 +181,7 @@ def _check(config: VllmConfig, kv_cache_config: Any, block_size: int) -> None:
         "positions in the text, which M-RoPE does not have": model.uses_mrope,
         "no --enable-lora: hashes of blocks name an adapter, not its weights": config.lora_config is not None,
         f"no --enable-sleep-mode: {REFUSED_FLAGS['--enable-sleep-mode'][0]}": model.enable_sleep_mode,
+        "no speculative decoding": config.speculative_config is not None,
         "no pipeline and context parallelism": max(
             parallel.pipeline_parallel_size,
             parallel.decode_context_parallel_size,

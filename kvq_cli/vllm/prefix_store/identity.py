@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, reading
 from kvq_cli.vllm.prefix_store.store import FORMAT
 from kvq_cli.vllm.prepare import weights_folder
 
@@ -31,13 +31,16 @@ def model_identity(source: str, revision: str | None) -> str:
     if (config := folder / "config.json").is_file():
         digest.update(config.read_bytes())
     for file in files:
-        _add_weights(digest, file)
+        with reading(f"cannot read {file} as safetensors", kind=UsageError):
+            _add_weights(digest, file)
     return digest.hexdigest()
 
 
 def _add_weights(digest: Any, path: Path) -> None:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= path.stat().st_size - 8:
+            raise ValueError(f"it has no header of {size:,} bytes")
         header = file.read(size)
         digest.update(header)
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}

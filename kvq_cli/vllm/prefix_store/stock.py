@@ -26,7 +26,10 @@ _REFUSED = {
     "--enable-lora": ("hashes of blocks name an adapter, not its weights", ()),
     "--kv-transfer-config": ("it is a connector itself", ()),
     "--kv-offloading-size": ("it is a connector itself", ()),
-    "--speculative-config": ("the draft model has layers of its own", ()),
+    **dict.fromkeys(
+        ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens"),
+        ("it does not support speculative decoding", ()),
+    ),
 }
 
 
