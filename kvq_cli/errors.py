@@ -82,9 +82,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )
-
-
-def install_command(*extras: str) -> str:
-    """The command that installs extras. The package is on no index; the one named kvq on PyPI is another project's."""
-    commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
-    return f"{commands} in kvq's source folder (kvq on PyPI is another project)"

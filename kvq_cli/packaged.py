@@ -17,7 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from kvq_cli.errors import KvqError, UsageError, install_command
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.extras import install_command
 from kvq_cli.gguf_models import convert, is_converted, missing_readers, models_folder, read_gguf
 
 if TYPE_CHECKING:

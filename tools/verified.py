@@ -26,14 +26,20 @@ PACKAGES = {"kvq_cli": ROOT / "kvq_cli", "kvq_kernels": ROOT / "kernels/kvq_kern
 @dataclass(frozen=True)
 class Suite:
     """tests: files and folders. modules: what they import by name only, such as subcommands. files: other sources.
-    ignored: tests that the suite's command leaves out."""
+    ignored: tests that the suite's command leaves out. pins: packages whose pinned versions it depends on."""
 
     tests: tuple[str, ...]
     modules: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
 
 
+#: What kernels are tested with.
+KERNEL_PINS = ("numpy", "pytest", "torch", "triton")
+#: Files of kernels' tests with slow ones; below, what all of them share.
+LAUNCHES = ("cache_keys", "compiled", "oldest_triton", "outliers", "several_queries", "static", "transform_attention")
+KERNEL_HELPERS = ("tests/kernels/conftest.py", "tests/kernels/checks", "tests/kernels/ptx")
 SUITES = {
     "slow": Suite(
         ("tests",),
@@ -46,10 +52,12 @@ SUITES = {
         ("kvq_cli.vllm", "kvq_cli.cli.serve", "kvq_cli.methods"),
         ("tools/vllm", "constraints.txt"),
     ),
-    "families": Suite(
-        ("tests/kernels/test_compiled.py", "tests/kernels/conftest.py"), ("kvq_kernels",), ("constraints.txt",)
+    "families": Suite((*KERNEL_HELPERS, "tests/kernels/test_compiled.py"), ("kvq_kernels",), pins=KERNEL_PINS),
+    "launches": Suite(
+        (*KERNEL_HELPERS, *(f"tests/kernels/test_{name}.py" for name in LAUNCHES)),
+        ("kvq_kernels",),
+        pins=KERNEL_PINS,
     ),
-    "launches": Suite(("tests/kernels",), ("kvq_kernels",), ("constraints.txt",)),
     "gpu": Suite(
         ("tests/tools/test_gpu_commands.py", "tests/kernels/test_compiled.py", "tests/attention/test_on_gpu.py"),
         ("kvq_kernels", "kvq_cli.benchmarking.kernels", "kvq_cli.cli.bench_kernels", "kvq_cli.cli.bench_generate"),
@@ -63,7 +71,7 @@ def sources(suite: Suite) -> list[Path]:
     import grimp
 
     graph = grimp.build_graph(*PACKAGES)
-    left_out = set(files_below(*suite.ignored) if suite.ignored else ())
+    left_out = set(files_below(*suite.ignored))
     tests = [path for path in files_below(*suite.tests) if path not in left_out]
     helpers = {path.stem: path for path in files_below("tests/support", "tests/kernels")}
     for path in tests:  # grows: the helpers that tests and other helpers import
@@ -79,6 +87,8 @@ def sources(suite: Suite) -> list[Path]:
 
 def files_below(*names: str) -> list[Path]:
     """The files of `names`, and those in the folders among them, that git knows."""
+    if not names:
+        return []
     listed = subprocess.run(["git", "ls-files", "--", *names], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for path in map(ROOT.joinpath, listed.stdout.splitlines()) if path.is_file() and path != RECORD]
 
@@ -107,6 +117,10 @@ def digest(suite: Suite) -> str:
     for path in sources(suite):
         content = ast.dump(ast.parse(path.read_bytes())).encode() if path.suffix == ".py" else path.read_bytes()
         value.update(f"{path.relative_to(ROOT)} {hashlib.sha256(content).hexdigest()}\n".encode())
+    if suite.pins:
+        for line in (ROOT / "constraints.txt").read_text().splitlines():
+            if line.partition("==")[0] in suite.pins:
+                value.update(f"{line}\n".encode())
     return value.hexdigest()
 
 

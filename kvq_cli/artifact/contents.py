@@ -15,6 +15,7 @@ from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import from_config
+from kvq_cli.methods.rotation_spec import rotated_streams
 from kvq_cli.methods.specs import Spec, Tensors
 
 
@@ -74,7 +75,7 @@ def _check_layer(tensors: Mapping[str, StoredTensor], spec: Spec, shape: ModelSh
     choices = {kind: stream.choice() for kind, stream in streams.items()}
     _check_layout(tensors, spec.layout(shape, layer, choices), prefix)
     ranks = {name: tensors[f"{name}.down"].spec.shape[1] for name in spec.factors(layer)}
-    for kind in spec.rotations(layer):
+    for kind in rotated_streams(spec):
         check_rotation(kind, tensors, prefix)
         ranks[kind] = shape.head_dim
     form: dict[str, Form] = {

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.cache.cache import CompressedCache
-from kvq_cli.errors import install_command
+from kvq_cli.extras import install_command
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact

@@ -20,7 +20,8 @@ from kvq_cli.calibration.kmeans_scalar import scalar_kmeans
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.nearest import LARGE_ENTRIES, grid_max, grid_scale, ranked
 from kvq_cli.codecs.nearest import nearest as encoded
-from kvq_cli.errors import KvqError, install_command
+from kvq_cli.errors import KvqError
+from kvq_cli.extras import install_command
 
 #: Raise it with every change of what centroids the same points give: artifacts and results made before are then of an
 #: earlier version.

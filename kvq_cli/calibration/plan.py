@@ -10,7 +10,8 @@ from kvq_cli.calibration.kinds.rotations import RotationPlan
 from kvq_cli.calibration.kinds.transforms import TransformPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.methods.base import Method
-from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, RotationSpec, Spec
+from kvq_cli.methods.rotation_spec import RotationSpec
+from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, Spec
 from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
 from kvq_cli.models import LoadedModel
 

@@ -111,8 +111,6 @@ class BlockFormat:
     stored_as: Codec | None = None
     #: Whether packed numbers were divided by the `norm` of the state.
     has_norm: bool = False
-    #: Whether all kv heads of a token share a part, so that codecs of some of the heads give others.
-    joins_heads: bool = False
     #: Tokens of a tile of the kernels that read the parts.
     kernel_tile: int = 16
     #: Streams, keys ("k") and values ("v"), of whose latents `rematerialize` reads the parts.

@@ -107,7 +107,6 @@ class RotatedCodec(Codec):
     def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
         self.base, self.rotation = base, rotation
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
-        self.joins_heads = base.joins_heads
 
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}

@@ -21,7 +21,6 @@ class TokenNormCodec(Codec):
     Tokens of zeros have n = 1. Parts: those of `base`; `norm` float32 `[B, 1, T, 1]`, unit 1.
     """
 
-    joins_heads = True
     unread_by_kernels = "tokens are divided by their norm before they are packed"
 
     def __init__(self, base: Codec) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvq_cli.data.local import file_format, read_rows, read_text, split_files
-from kvq_cli.errors import KvqError, install_command
+from kvq_cli.errors import KvqError
+from kvq_cli.extras import install_command
 
 #: Datasets that need no network, for messages.
 OFFLINE = "prose, pydoc, self, or a .txt, .jsonl or .parquet file"

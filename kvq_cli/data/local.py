@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvq_cli.errors import KvqError, install_command
+from kvq_cli.errors import KvqError
+from kvq_cli.extras import install_command
 from kvq_cli.files import MAX_DATASET, file_size, load_json
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")

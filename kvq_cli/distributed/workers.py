@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvq_cli.errors import KvqError, UsageError, WorkerDiedError, install_command, reason
+from kvq_cli.errors import KvqError, UsageError, WorkerDiedError, reason
+from kvq_cli.extras import install_command
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.errors import KvqError, UsageError, install_command, reading
+from kvq_cli.errors import KvqError, UsageError, reading
 from kvq_cli.evaluation.base import PERPLEXITY, mean_and_stderr
 from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.evaluation.tabulate import is_fraction
+from kvq_cli.extras import install_command
 
 CONFIDENCE = 0.95
 CAPTION = "On the same samples, with 95 % confidence intervals; losses and KL in nats per token, scores in percent"

@@ -12,7 +12,7 @@ from kvq_cli.codecs.rotated import MatrixRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
 from kvq_cli.methods.registry import register
-from kvq_cli.methods.specs import RotationSpec
+from kvq_cli.methods.rotation_spec import RotationSpec
 from kvq_cli.methods.window import Window
 
 

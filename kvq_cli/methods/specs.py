@@ -35,10 +35,6 @@ class Spec(ABC):
         """Names of a layer's factorized weights, see `FactorSpec`."""
         return ()
 
-    def rotations(self, layer: int) -> tuple[str, ...]:
-        """The streams of a layer, "k" and "v", whose rotation is calibrated and nothing else, see `RotationSpec`."""
-        return ()
-
     @abstractmethod
     def parts(self, layer: int) -> dict[str, StreamSpec]:
         """The calibrations of a layer's keys ("k") and values ("v"); empty where weights are factorized."""
@@ -122,33 +118,6 @@ class LowRankSpec(FactorSpec):
 
     def rank(self, name: str, shape: ModelShape) -> int:
         return shape.kv_heads // self.heads * self.latents
-
-
-@dataclass(frozen=True)
-class RotationSpec(Spec):
-    """Calibration of one rotation for the keys, and one for the values, of all heads of a layer, from text that is read
-    without gradients (OSCAR)."""
-
-    captures = False
-
-    @property
-    def reads_text(self) -> bool:
-        return True
-
-    def rotations(self, layer: int) -> tuple[str, ...]:
-        return ("k", "v")
-
-    def parts(self, layer: int) -> dict[str, StreamSpec]:
-        return {}
-
-    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Tensors:
-        dim = shape.head_dim
-        sizes = {"rotation": (1, dim, dim), "spread": (1, dim)}
-        return {
-            f"{kind}.{name}": TensorSpec(size, "float32")
-            for kind in self.rotations(layer)
-            for name, size in sizes.items()
-        }
 
 
 class CaptureSpec(Spec):

@@ -6,7 +6,8 @@ import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from kvq_cli.errors import KvqError, install_command
+from kvq_cli.errors import KvqError
+from kvq_cli.extras import install_command
 from kvq_cli.vllm.served import CACHE_DTYPE, cache_dtypes
 
 #: The versions of vLLM whose interfaces the plugin implements.

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Gather: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
+#: Methods of which some of the heads would give other codes: one norm of all kv heads divides a token.
+_JOINED = ("oscar-omni",)
+
+
 @dataclass(frozen=True)
 class Shard:
     """Rank `rank` of `ranks` that share a layer's heads.
@@ -57,7 +61,7 @@ class Shard:
             return method.plan(layer, shape, tensors)
         heads = self.heads(shape.kv_heads)
         plan = method.plan(layer, self.shape(shape), head_tensors(method, layer, shape, tensors, heads))
-        if shape.kv_heads > 1 and any(stream.codec.joins_heads for stream in plan.kept):
+        if shape.kv_heads > 1 and method.name in _JOINED:
             raise UsageError(
                 f"method {method.name} cannot be served with tensor parallelism: it divides a token by one norm of all "
                 "kv heads, of which a rank has some; use another method"

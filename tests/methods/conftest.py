@@ -13,7 +13,8 @@ from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
-from kvq_cli.methods.specs import CalibrationSpec, RotationSpec
+from kvq_cli.methods.rotation_spec import RotationSpec
+from kvq_cli.methods.specs import CalibrationSpec
 from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
 from kvq_cli.models import load_model
 

@@ -18,6 +18,7 @@ from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
+from kvq_cli.methods.rotation_spec import rotated_streams
 from kvq_cli.methods.specs import CalibrationSpec, CodebookSpec, FactorSpec, Spec, Uncalibrated
 from kvq_cli.methods.transform_specs import TransformSpec
 from kvq_cli.models import model_shape
@@ -96,7 +97,7 @@ def _factors(spec: Spec, model: PreTrainedModel, layer: int) -> dict[str, Tensor
 def _layer(spec: Spec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
     if not spec.captures:
         tensors = random_tensors(spec.layout(shape, layer, {}), generator)
-        for kind in spec.rotations(layer):
+        for kind in rotated_streams(spec):
             tensors |= _orthogonal(tensors, kind)
         return tensors
     tensors = {}
@@ -135,7 +136,7 @@ def _orthogonal(tensors: Mapping[str, Tensor], kind: str = "") -> dict[str, Tens
 def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not spec.captures:
         ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.factors(layer)}
-        ranks |= dict.fromkeys(spec.rotations(layer), shape.head_dim)
+        ranks |= dict.fromkeys(rotated_streams(spec), shape.head_dim)
         return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
     entry: dict[str, Any] = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
     errors = {}

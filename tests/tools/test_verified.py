@@ -26,7 +26,8 @@ def test_a_suite_runs_again_after_a_change_of_its_sources(tmp_path, monkeypatch)
     monkeypatch.setattr(verified, "ROOT", tmp_path)
     monkeypatch.setattr(verified, "RECORD", tmp_path / "tests/verified.json")
     monkeypatch.setattr(verified, "sources", lambda suite: [source])
-    monkeypatch.setitem(SUITES, "one", Suite(("tests/one",)))
+    (tmp_path / "constraints.txt").write_text("torch==1\nruff==1\n")
+    monkeypatch.setitem(SUITES, "one", Suite(("tests/one",), pins=("torch",)))
     needed = 0
     assert main("needs", "one") == needed
     main("record", "one")
@@ -35,3 +36,13 @@ def test_a_suite_runs_again_after_a_change_of_its_sources(tmp_path, monkeypatch)
     assert main("needs", "one") != needed  # comments and layout do not count
     source.write_text("import json, sys\n")
     assert main("needs", "one") == needed
+    main("record", "one")
+    (tmp_path / "constraints.txt").write_text("torch==1\nruff==2\n")
+    assert main("needs", "one") != needed  # another package
+    (tmp_path / "constraints.txt").write_text("torch==2\nruff==2\n")
+    assert main("needs", "one") == needed
+
+
+def test_launches_names_the_tests_of_kernels_that_are_slow():
+    slow = {path.name for path in (ROOT / "tests/kernels").glob("test_*.py") if "mark.slow" in path.read_text()}
+    assert {f"test_{name}.py" for name in verified.LAUNCHES} == slow

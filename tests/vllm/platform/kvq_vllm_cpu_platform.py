@@ -8,6 +8,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 
 _libraries: list[torch.library.Library] = []
+_registered: list[bool] = []
 
 
 def _slot_mapping(starts: Tensor, positions: Tensor, table: Tensor, slots: Tensor, block_size: int) -> None:
@@ -99,6 +100,14 @@ class CpuTestPlatform(CpuPlatform):
     @classmethod
     def import_kernels(cls):
         define_operations()
+
+    @classmethod
+    def register_triton_kernel_overrides(cls):
+        # Once in a process: vLLM looks for its kernels in all modules, and fails at those of numba, which n-gram drafts
+        # import.
+        if not _registered:
+            super().register_triton_kernel_overrides()
+            _registered.append(True)
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
