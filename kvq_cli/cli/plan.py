@@ -101,8 +101,6 @@ def plan(
     from kvq_cli.benchmarking.accounting import seen_numbers
     from kvq_cli.benchmarking.capacity import capacity, serving_capacity
     from kvq_cli.cache.report import FULL_PRECISION_BITS
-    from kvq_cli.models import model_config
-    from kvq_cli.vllm.checks import check_model
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
@@ -125,6 +123,9 @@ def plan(
             "out, as for `kvq generate`"
         )
     if engine is Engine.vllm and shapes is None:
+        from kvq_cli.models import model_config
+        from kvq_cli.vllm.checks import check_model
+
         check_model(model_config(model, trust_remote_code), model)
     found, rows = [], []
 

@@ -99,14 +99,15 @@ def continue_ids(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Cache | None, settings: dict[str, Any], **arguments: Any
 ) -> Tensor:
     """`ids` `[rows, tokens]` continued by transformers' `generate` with these settings of a `GenerationConfig`; those
-    of the model's files do not apply. arguments: other ones of `generate`, such as a streamer."""
+    of the model's files do not apply. cache: None for transformers' own, inside `attach` too. arguments: other ones of
+    `generate`, such as a streamer."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(**settings)
     with _no_generation_config(model):
-        # `nn.Module.__getattr__` hides the method's type from mypy.
-        return model.generate(  # type: ignore[operator]
-            ids, attention_mask=mask, past_key_values=cache, generation_config=config, **arguments
+        # The class's: that of an attached model takes a compressed cache where `cache` is None.
+        return type(model).generate(
+            model, ids, attention_mask=mask, past_key_values=cache, generation_config=config, **arguments
         )
 
 

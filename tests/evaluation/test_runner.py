@@ -392,7 +392,7 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": ["niah"]}, r"unknown task 'niah'.*ruler, perplexity, niah_single_1"),
+        ({"tasks": ["niah"]}, r"unknown task 'niah'.*ruler, perplexity, drift, niah_single_1"),
         ({"prompt_tokens": 96}, r"--prompt-tokens 96: windows of 96 tokens leave none to score"),
         ({"contexts": [4096]}, r"--context 4096: the context length of tiny is 2048 tokens"),
         ({"seqlen": 4096}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),

@@ -272,11 +272,15 @@ def test_a_divergence_that_is_no_number_is_refused(tune, monkeypatch):
         (["--set", "bits=3"], "--set bits=...: kvq tune chooses methods; what can be set is sinks, recent, buffer"),
         (["--text-seqlen", 4096], "--text-seqlen 4096 is more than the model's context: give at most 256"),
         (["--text-seqlen", 8], "klt:join_keys=on: compresses no keys of 7 tokens, all are within its full-precision"),
-        (["--set", "recent=90"], "raise --text-seqlen, or set smaller windows with --set"),
+        (
+            ["--set", "recent=90"],
+            "--seqlen 100: predictions read the newest 98 and the first 2 tokens in full precision",
+        ),
+        (["--set", "recent=90", "--seqlen", 200], "raise --text-seqlen, or set smaller windows with --set"),
         (["--windows", 100_000], "--windows 100000: prose has "),
         (
             ["--candidates", "klt,kvquant-2bit", "--seqlen", 30, "--samples", 40],
-            "in blocks of 32 tokens, and 24 tokens",
+            "none reads a packed token: raise it to 44 or more",
         ),
         (["--candidates", "klt:join_keys=on,kivi-2bit:group=8:sinks=8"], "set sinks once for all streams"),
         (["--candidates", "klt,channelkv-1bit:entries=65536"], "chunks of 16 numbers, 8 at most: use bits=2 or 4"),
