@@ -206,7 +206,7 @@ def config(**changes):
         for part in parts.values():
             if hasattr(part, name):
                 setattr(part, name, value)
-    return SimpleNamespace(**parts, lora_config=changes.get("lora_config"))
+    return SimpleNamespace(**parts, **{name: changes.get(name) for name in ("lora_config", "speculative_config")})
 
 
 def groups(count=1, **options):
@@ -231,6 +231,7 @@ def groups(count=1, **options):
         ({"kv_role": "kv_producer"}, {}, "kv_both"),
         ({"kv_load_failure_policy": "fail"}, {}, "recompute"),
         ({"lora_config": 1}, {}, "no --enable-lora"),
+        ({"speculative_config": 1}, {}, "no speculative decoding"),
     ],
 )
 def test_refusals(changes, found, message):
