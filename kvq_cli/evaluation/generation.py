@@ -105,8 +105,8 @@ def continue_ids(
 
     config = GenerationConfig(**settings)
     with _no_generation_config(model):
-        # The class's: that of an attached model takes a compressed cache where `cache` is None.
-        return type(model).generate(
+        # The class's: that of an attached model takes a compressed cache where `cache` is None. mypy does not know it.
+        return type(model).generate(  # type: ignore[attr-defined]
             model, ids, attention_mask=mask, past_key_values=cache, generation_config=config, **arguments
         )
 
