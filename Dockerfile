@@ -6,7 +6,8 @@ COPY kernels kernels
 COPY kvq_cli kvq_cli
 # vLLM, torch and transformers are the image's.
 RUN pip install --no-cache-dir .
-# Models and prefixes outlive the container: -v models:/root/.cache/huggingface -v prefixes:/prefixes
-WORKDIR /root
+# Models outlive the container with -v models:/models, stored prefixes with -v prefixes:/prefixes.
+ENV HF_HOME=/models
+WORKDIR /models
 EXPOSE 8000
 ENTRYPOINT ["kvq", "serve", "--host", "0.0.0.0"]

@@ -126,7 +126,7 @@ def recommend(
 
 
 def _source(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str | LoadedModel:
-    """The model's name, or the model with its tokenizer."""
+    """Return the model's name, or the model with its tokenizer."""
     if isinstance(model, str):
         return model
     if tokenizer is None:

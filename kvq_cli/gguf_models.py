@@ -84,7 +84,8 @@ def gguf_folder(name: str, dtype: str = "auto") -> Path:
 
 
 def gguf_config(name: str) -> PretrainedConfig:
-    """The configuration of a GGUF file's model, as that of `gguf_folder(name)`; no weights are read or converted.
+    """Return the configuration of a GGUF file's model, as that of `gguf_folder(name)`; no weights are read or
+    converted.
 
     KvqError as for `gguf_folder`.
     """
@@ -103,10 +104,10 @@ def gguf_config(name: str) -> PretrainedConfig:
 
 
 def _located(name: str) -> tuple[Path, str, Path]:
-    """The file, the option that gave it, and the folder of the model in the file's dtype."""
+    """Return the file, the option that gave it, and the folder of the model in the file's dtype."""
     path, option = Path(name).expanduser(), f"--model {name}"
     if not path.is_file():
-        raise KvqError(f"{option}: no such file")
+        raise KvqError(f"{option}: no such file; give the path of a .gguf file")
     with reading(option):
         state = path.stat()
         digest = _sha256(path.resolve(), state.st_size, state.st_mtime_ns)

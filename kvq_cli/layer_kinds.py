@@ -54,7 +54,8 @@ def has_states(config: PretrainedConfig) -> bool:
 
 
 def recurrent_layer(config: PretrainedConfig) -> int | None:
-    """The first layer of a text decoder with a recurrent state, which cannot give tokens back; None: there is none."""
+    """Return the first layer of a text decoder with a recurrent state, which cannot give tokens back; None: there is
+    none."""
     return next((layer for layer, kind in enumerate(layer_kinds(config)) if kind in _RECURRENT), None)
 
 

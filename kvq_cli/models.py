@@ -167,7 +167,8 @@ def _asks_for_trust(name: str) -> Iterator[None]:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """The name of a model as for `load_model`, by what transformers loaded it from; empty for one made in memory."""
+    """Return the name of a model as for `load_model`, by what transformers loaded it from; empty for one made in
+    memory."""
     from kvq_cli.reference import model_path
 
     source = getattr(model.config, "_name_or_path", "") or ""

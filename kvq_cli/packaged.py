@@ -109,7 +109,7 @@ def accepted_licenses() -> Iterator[None]:
 
 
 def converted_folder(model: PackagedModel) -> Path:
-    """Where the converted model is, or will be."""
+    """Return where the converted model is, or will be."""
     return models_folder() / f"{model.name}-{model.sha256[:12]}"
 
 

@@ -24,7 +24,7 @@ _TIMEOUT = 10
 
 
 def local_folder(name: str | os.PathLike) -> Path:
-    """The folder of an artifact: `name` where that exists, else the snapshot of that repository of the Hub
+    """Return the folder of an artifact: `name` where that exists, else the snapshot of that repository of the Hub
     ("user/repo", "user/repo@revision"), downloaded unless the newest one is in the cache.
 
     Without the Hub, it is the snapshot in the cache. A name that is neither is returned as it is, and so is one without

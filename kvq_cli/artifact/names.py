@@ -9,7 +9,7 @@ CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "REA
 
 
 def is_artifact(text: str | os.PathLike) -> bool:
-    """Whether a name is that of an artifact, its folder or its id on the Hub, and not of a method.
+    """Return whether a name is that of an artifact, its folder or its id on the Hub, and not of a method.
 
     A method's name is the method, also where a folder has that name: `./kivi`, or a Path, is the folder.
     """
@@ -22,5 +22,5 @@ def is_artifact(text: str | os.PathLike) -> bool:
 
 
 def is_artifact_file(name: str) -> bool:
-    """Whether an artifact may have a file of this name; `.png`: a picture of the card. It has no folders."""
+    """Return whether an artifact may have a file of this name; `.png`: a picture of the card. It has no folders."""
     return name in (CONFIG_FILE, TENSOR_FILE, CARD_FILE) or (name.endswith(".png") and "/" not in name)

@@ -121,7 +121,8 @@ class Attached(AbstractContextManager["Attached"]):
         undo.close()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate` of transformers, with its arguments; `model.generate` itself does the same until `close`.
+        """Run `model.generate` of transformers, with its arguments; `model.generate` itself does the same until
+        `close`.
 
         Without `past_key_values`, it takes a `new_cache()`, of which `report()` then tells, unless `use_cache` is
         False. Raises UsageError for another `cache_implementation`, NotFiniteError for logits that are NaN or infinite.

@@ -84,7 +84,7 @@ class Drafts:
         return (), kwargs
 
     def _check_model(self) -> None:
-        """UsageError for a model over whose caches `generate` cannot decode drafted tokens."""
+        """Raise UsageError for a model over whose caches `generate` cannot decode drafted tokens."""
         name = type(self._model).__name__
         without = "generate without assistant_model and prompt_lookup_num_tokens"
         if "logits_to_keep" not in self._signature.parameters:
@@ -119,7 +119,7 @@ def _returns_dict(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_whole(kwargs: dict[str, Any], columns: int) -> bool:
-    """Whether a pass has the text from its first token on, as its mask says, or without one its positions."""
+    """Return whether a pass has the text from its first token on, as its mask says, or without one its positions."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(mask, Tensor):
         return mask.shape[1] == columns
@@ -127,7 +127,7 @@ def _is_whole(kwargs: dict[str, Any], columns: int) -> bool:
 
 
 def _of_tokens(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without tensors of images and the like, which are for the pass over the prompt."""
+    """Leave out tensors of images and the like, which are for the pass over the prompt."""
     names = {*_BY_COLUMN, "attention_mask"}
     return {name: x for name, x in kwargs.items() if name in names or not isinstance(x, Tensor)}
 

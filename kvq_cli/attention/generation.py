@@ -14,8 +14,8 @@ _DEFAULTS = (None, "hybrid")
 
 
 def takes_new_cache(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `model.generate(*args, **kwargs)` would make a cache itself. UsageError where one of a certain kind is
-    asked for.
+    """Return whether `model.generate(*args, **kwargs)` would make a cache itself. UsageError where one of a certain
+    kind is asked for.
 
     An assistant keeps transformers' cache, from which assisted generation takes back rejected tokens of any number.
     """

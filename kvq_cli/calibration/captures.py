@@ -88,8 +88,8 @@ def capture_all(
 
 
 def _check_gradients(plan: CapturePlan, missing: Sequence[str]) -> None:
-    """KvqError naming the first module without gradients. Of a method with `near`, those through predictions that read
-    it packed count, which a short text may not have."""
+    """Make a KvqError naming the first module without gradients. Of a method with `near`, those through predictions
+    that read it packed count, which a short text may not have."""
     if missing:
         settings, near = plan.settings, plan.spec.near
         unread = (
@@ -106,8 +106,8 @@ def _check_gradients(plan: CapturePlan, missing: Sequence[str]) -> None:
 def _without_gradients(
     plan: CapturePlan, layers: Sequence[AttentionLayer], captures: WorkFolder, samples: int
 ) -> list[str]:
-    """Of each layer, the module whose output has no gradients in the first samples, or only zeros, if there is one.
-    Runs nothing: other threads may capture."""
+    """Return, of each layer, the module whose output has no gradients in the first samples, or only zeros, if there
+    is one. Runs nothing: other threads may capture."""
     shape = plan.loaded.shape
     size = (1, plan.capture.tokens, shape.kv_heads, shape.head_dim)
 

@@ -96,7 +96,7 @@ class TextSums:
 
 
 def queries_of(_layer: int, prompt: Prompt) -> Sums:
-    """The sums of one text that its queries have; see `Sums`."""
+    """Return the sums of one text that its queries have; see `Sums`."""
     keys, values = prompt.keys[0].double(), prompt.values[0].double()
     queries = prompt.queries[0].double().unflatten(0, (keys.shape[0], -1)).flatten(1, 2)  # [H, heads * T, D]
     return {
@@ -108,7 +108,8 @@ def queries_of(_layer: int, prompt: Prompt) -> Sums:
 
 
 def values_of(by_layer: Mapping[int, Sums]) -> Callable[[int, Prompt], Sums]:
-    """The sums of one text's values, weighted by w = k^T C k, with C the second moments of a kv head's queries."""
+    """Return the sums of one text's values, weighted by w = k^T C k, with C the second moments of a kv head's
+    queries."""
 
     def summed(layer: int, prompt: Prompt) -> Sums:
         keys, values = prompt.keys[0].double(), prompt.values[0].double()
@@ -120,7 +121,7 @@ def values_of(by_layer: Mapping[int, Sums]) -> Callable[[int, Prompt], Sums]:
 
 
 def layer_rotations(queries: Sums, values: Sums) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A layer's rotations of keys and of values from its `Sums`, and their errors, see ERROR_MEASURE.
+    """Return a layer's rotations of keys and of values from its `Sums`, and their errors, see ERROR_MEASURE.
 
     Keys: of C_Q, the mean over kv heads of their queries' second moments. Values: of C_S, the mean over kv heads of sum
     w v v^T / sum w. Tensors, float32: `<kind>.rotation` `[1, D, D]`, whose rows are the new channels, and

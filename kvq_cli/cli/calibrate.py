@@ -217,7 +217,8 @@ def calibrate(
 def planned(
     method: Method, data: DataOptions, disk: float, model_options: opt.LoadOptions
 ) -> tuple[CalibrationPlan, Path]:
-    """The calibration of the loaded model, and the artifact's folder. UsageError for what cannot be calibrated."""
+    """Return the calibration of the loaded model, and the artifact's folder. UsageError for what cannot be
+    calibrated."""
     # Waiting threads sleep instead of spinning, which doubles the time on a busy machine. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvq_cli.data.texts import check_dataset

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kvq_cli.cli import eval_rules as rules
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.command_line import command_line
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
-from kvq_cli.cli.rules import HelpAll, Rule, Values, unless
+from kvq_cli.cli.rules import HelpAll, Rule, unless
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, is_lm_eval
+from kvq_cli.evaluation.lm_eval.task_groups import GROUPS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvq_cli.artifact import Artifact
-    from kvq_cli.evaluation.ruler.tasks import RulerTask
     from kvq_cli.evaluation.settings import EvaluationSettings
     from kvq_cli.methods.base import Method
 
@@ -182,89 +182,6 @@ Batch = Annotated[
 ]
 
 
-#: Tasks on texts.
-_TEXTS = ("perplexity", "drift")
-
-
-def _families(values: Values) -> list[str]:
-    """Of each name of `--task`: perplexity, drift, lm_eval or ruler."""
-    names = ("lm_eval" if is_lm_eval(name) else name for name in opt.listed(values["task"]))
-    return [name if name in (*_TEXTS, "lm_eval") else "ruler" for name in names]
-
-
-def _answers(values: Values) -> bool:
-    """Whether a task has prompts, instead of windows of text."""
-    return not {*_families(values)} <= {*_TEXTS}
-
-
-def _scores(values: Values, *texts: str) -> bool:
-    """Whether one of these texts is read."""
-    return bool({*_TEXTS} & {*_families(values)}) and any(name in texts for name in opt.listed(values["dataset"]))
-
-
-def _draws(values: Values) -> bool:
-    """Whether the evaluation has what `--plot` draws."""
-    drawn = [name for name in opt.listed(values["task"]) if not is_lm_eval(name)]
-    return len(drawn) > 1 or drawn in (["perplexity"], ["ruler"])
-
-
-def _ruler_tasks(values: Values) -> list[RulerTask]:
-    from kvq_cli.evaluation.ruler.tasks import TASKS
-
-    names = opt.listed(values["task"])
-    return [task for name, task in TASKS.items() if name in names or "ruler" in names]
-
-
-def _question_notes(values: Values, flag: str) -> Iterator[str]:
-    """Files of questions that no task reads."""
-    from kvq_cli.evaluation.ruler.questions import question_format
-
-    read = {task.args["dataset"] for task in _ruler_tasks(values) if task.family == "qa"}
-    if not read:
-        yield f"{flag} has no effect: only qa_1 and qa_2 read it"
-        return
-    for path in values["qa_file"]:
-        if (held := question_format(Path(path))) not in read:
-            name, task = {"squad": ("SQuAD", "qa_1"), "hotpotqa": ("HotpotQA", "qa_2")}[held]
-            yield f"{flag} {path} has no effect: only {task} reads the format of {name}"
-
-
-def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
-    """Artifacts of methods or bits that `--compare` does not name: they are compared, too."""
-    from kvq_cli.artifact import is_artifact
-    from kvq_cli.methods.registry import parse
-    from kvq_cli.resolve import fits_bits
-
-    if values["compare"] is None:
-        return
-    named = [parse(text) for text in opt.listed(values["compare"]) if not is_artifact(text)]
-    for folder in values["artifact"] or []:
-        name, own = opt.artifact_method(folder)
-        wanted = [options.get("bits", values["bits"]) for other, options in named if other == name]
-        if not any(fits_bits(name, bits, own.get("bits")) for bits in wanted):
-            label = f"{name}-{own['bits']:g}bit" if own else name
-            yield f"{flag} {folder}: --compare does not name {label}, which is compared, too"
-
-
-_only_texts = unless(lambda values: bool({*_TEXTS} & {*_families(values)}), "only perplexity and drift read it")
-_only_ruler = unless(lambda values: "ruler" in _families(values), "only tasks of RULER read it")
-_only_lm_eval = unless(lambda values: "lm_eval" in _families(values), "only tasks of lm-eval read it")
-_not_windows = unless(lambda values: values["windows"] is None or _answers(values), "--windows replaces it")
-_only_essays = unless(
-    lambda values: any(task.args.get("haystack") == "essay" for task in _ruler_tasks(values)),
-    "only RULER's tasks with essays read it",
-)
-_only_hub = unless(
-    lambda values: "lm_eval" in _families(values) or _scores(values, "wikitext2", "c4", "ptb"),
-    "no task reads a data set of the Hub",
-)
-_random = unless(
-    lambda values: _answers(values) or "drift" in _families(values) or _scores(values, "c4", "self"),
-    "nothing is drawn at random",
-)
-_drawn = unless(_draws, "it draws perplexity and RULER's mean; evaluate --task perplexity or ruler", refuse=True)
-
-
 @dataclass(frozen=True)
 class MethodOptions:
     """The methods to evaluate."""
@@ -272,7 +189,7 @@ class MethodOptions:
     compare: Compare = None
     method: opt.MethodOrDefault = None
     bits: opt.Bits = None
-    artifact: Annotated[Artifacts, Rule(_artifact_notes)] = None
+    artifact: Annotated[Artifacts, Rule(rules.artifact_notes)] = None
     set_: opt.Set = None
     prefill: opt.Prefill = "compressed"
 
@@ -282,23 +199,23 @@ class TaskOptions:
     """The tasks and their samples."""
 
     task: Tasks = "perplexity"
-    context: Annotated[Contexts, _only_ruler] = None
-    limit: Annotated[Limit, _not_windows] = None
-    dataset: Annotated[Datasets, _only_texts] = "prose"
-    seqlen: Annotated[Seqlen, _only_texts] = None
-    prompt_tokens: Annotated[PromptTokens, _only_texts] = None
-    windows: Annotated[Windows, _only_texts] = None
-    haystack: Annotated[HaystackFile, _only_essays] = "prose"
-    qa_file: Annotated[QaFile, Rule(_question_notes)] = None
-    templates: Annotated[Templates, _only_ruler] = "auto"
-    chat_template: Annotated[ChatTemplate, unless(_answers, "perplexity scores plain text")] = None
-    data_dir: Annotated[DataDir, _only_hub] = None
-    num_fewshot: Annotated[Fewshot, _only_lm_eval] = None
-    max_length: Annotated[MaxLength, _only_lm_eval] = None
-    max_new_tokens: Annotated[MaxNewTokens, _only_lm_eval] = None
-    truncation: Annotated[Truncation, _only_lm_eval] = "left"
-    save_prompts: Annotated[SavePrompts, _only_ruler] = False
-    batch_size: Annotated[Batch, unless(_answers, "perplexity scores one window at a time")] = None
+    context: Annotated[Contexts, rules.only_ruler] = None
+    limit: Annotated[Limit, rules.not_windows] = None
+    dataset: Annotated[Datasets, rules.only_texts] = "prose"
+    seqlen: Annotated[Seqlen, rules.only_texts] = None
+    prompt_tokens: Annotated[PromptTokens, rules.only_texts] = None
+    windows: Annotated[Windows, rules.only_texts] = None
+    haystack: Annotated[HaystackFile, rules.only_essays] = "prose"
+    qa_file: Annotated[QaFile, Rule(rules.question_notes)] = None
+    templates: Annotated[Templates, rules.only_ruler] = "auto"
+    chat_template: Annotated[ChatTemplate, unless(rules.answers, "perplexity and drift score plain text")] = None
+    data_dir: Annotated[DataDir, rules.only_hub] = None
+    num_fewshot: Annotated[Fewshot, rules.only_lm_eval] = None
+    max_length: Annotated[MaxLength, rules.only_lm_eval] = None
+    max_new_tokens: Annotated[MaxNewTokens, rules.only_lm_eval] = None
+    truncation: Annotated[Truncation, rules.only_lm_eval] = "left"
+    save_prompts: Annotated[SavePrompts, rules.only_ruler] = False
+    batch_size: Annotated[Batch, unless(rules.answers, "perplexity and drift score one window at a time")] = None
 
     def settings(self, prefill: str, model_options: opt.ModelOptions) -> EvaluationSettings:
         """Settings of the evaluation; UsageError for options that cannot work."""
@@ -339,7 +256,7 @@ class ResultOptions:
 
     out: Out = None
     store: Store = None
-    plot: Annotated[Plot, _drawn] = None
+    plot: Annotated[Plot, rules.drawn] = None
     fresh: Fresh = False
 
     def folder(self, model: str) -> Path:
@@ -363,7 +280,7 @@ class ResultOptions:
 class _ModelOptions(opt.ModelOptions):
     """The model, and the seed of samples."""
 
-    seed: Annotated[opt.Seed, _random] = 0
+    seed: Annotated[opt.Seed, rules.random] = 0
 
 
 @grouped
@@ -447,7 +364,7 @@ def evaluated(
 
 
 def evaluation_warnings(document: Mapping[str, Any]) -> Iterator[str]:
-    """Methods that failed, and those that were calibrated on the text that scores them."""
+    """Name methods that failed, and those that were calibrated on the text that scores them."""
     for label, message in document.get("failed", {}).items():
         yield f"left out: {label}: {message}"
     for label, result in document["methods"].items():
@@ -456,7 +373,7 @@ def evaluation_warnings(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def single_result(document: dict[str, Any]) -> dict[str, Any]:
-    """The result of a single method in lm-eval's schema; of several, the whole document."""
+    """Return the result of a single method in lm-eval's schema; of several, the whole document."""
     several = len(document["methods"]) + len(document.get("failed", {})) > 1
     return document if several else next(iter(document["methods"].values()))
 

@@ -33,8 +33,8 @@ def arguments_of(
     model: str | LoadedModel,
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a `grouped` command's function: `options` by name, with values as in a `--config` file, others
-    by default.
+    """Return the arguments of a `grouped` command's function: `options` by name, with values as in a `--config` file,
+    others by default.
 
     own: options that the caller takes as arguments of its own. Warns of options that have no effect. Raises UsageError
     for an unknown option or a wrong value.
@@ -74,7 +74,7 @@ class Held(opt.ModelOptions):
 
     @classmethod
     def of(cls, options: opt.LoadOptions, loaded: LoadedModel) -> Held:
-        """The other options as they are."""
+        """Return the other options as they are."""
         kept = {field.name: getattr(options, field.name) for field in fields(options)}
         trusted = {"trust_remote_code": loaded.trust_remote_code}
         return cls(**{**kept, **trusted, "model": loaded.name, "loaded": loaded})

@@ -10,13 +10,13 @@ from typing import Annotated, Any, get_type_hints
 
 
 def groups_of(function: Callable[..., Any]) -> dict[str, type]:
-    """The dataclasses of options among a function's parameters, by name."""
+    """Return the dataclasses of options among a function's parameters, by name."""
     hints = get_type_hints(function)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
 
 
 def with_groups(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function by name, of which `values` has the fields of its dataclasses of options."""
+    """Return the arguments of a function by name, of which `values` has the fields of its dataclasses of options."""
     values = dict(values)
     objects = {
         name: group(**{field.name: values.pop(field.name) for field in fields(group)})

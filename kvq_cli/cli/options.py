@@ -331,7 +331,7 @@ class LoadOptions:
         return load_model(self.model, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
 
     def size(self) -> ModelSize:
-        """The model's shape, bytes of weights and context, without its weights."""
+        """Return the model's shape, bytes of weights and context, without its weights."""
         from kvq_cli.cli.sizes import model_size
 
         return model_size(None, self.model, self.trust_remote_code)

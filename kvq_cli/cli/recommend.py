@@ -127,7 +127,7 @@ class Recommendation:
         return _lines(self.model, self.attachable, self.row.served)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         label = self.row.label
         taken = label if self.plain is None else self.plain.method.name
         document = {"recommended": taken, "compressed": label, "reason": self.reason, "use": self.lines}

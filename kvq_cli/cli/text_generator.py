@@ -133,7 +133,7 @@ class GeneratedText:
         }
 
     def notes(self, loaded: LoadedModel) -> list[str]:
-        """Lines on what the limits of the answer and of the model's context made of it."""
+        """Say what the limits of the answer and of the model's context made of it."""
         limited = f"the answer ends at the limit of {len(self.ids):,} tokens; raise --max-new-tokens for a longer one"
         notes = [limited] if self.is_limited else []
         if not self.dropped and not self.is_cut:

@@ -84,7 +84,7 @@ class BalancedCodec(Codec):
         return codes.to(dtype)
 
     def _balance(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales of columns and of rows of tiles, `[B, H, T / group, group | 1, D | 1]`."""
+        """Return the scales of columns and of rows of tiles, `[B, H, T / group, group | 1, D | 1]`."""
         column, row = (torch.ones_like(tiles.narrow(dim, 0, 1)) for dim in (self._along_column, self._along_row))
         best = (column, row)
         deviation, imbalance = self._deviations(tiles)
@@ -99,25 +99,25 @@ class BalancedCodec(Codec):
         return best
 
     def _deviations(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Standard deviations of columns, and the imbalance `[B, H, T / group, 1, 1]`."""
+        """Return standard deviations of columns, and the imbalance `[B, H, T / group, 1, 1]`."""
         columns, rows = _deviation(y, self._along_column), _deviation(y, self._along_row)
         ratios = [s.amax((3, 4), keepdim=True) / s.amin((3, 4), keepdim=True).clamp_min_(_LEAST_DEVIATION)
                   for s in (columns, rows)]  # fmt: skip
         return columns, ratios[0] + ratios[1]
 
     def _part(self, side: Tensor) -> Part:
-        """The part of a side of tiles, which has one number for each channel or for each token."""
+        """Return the part of a side of tiles, which has one number for each channel or for each token."""
         of_channels = side.shape[_TOKENS] == 1
         return Part(side.squeeze(_TOKENS), self.block_tokens) if of_channels else Part(side.flatten(2, 3), 1)
 
     def _side(self, part: Part) -> Tensor:
-        """The inverse of `_part`, float32."""
+        """Return the inverse of `_part`, float32."""
         x = part.tensor.float()
         return x.unsqueeze(_TOKENS) if part.unit > 1 else x.unflatten(2, (-1, self.block_tokens))
 
 
 def _deviation(y: Tensor, dim: int) -> Tensor:
-    """The standard deviation (of n - 1) along a dimension, which is kept."""
+    """Return the standard deviation (of n - 1) along a dimension, which is kept."""
     count = y.shape[dim]
     distances = y - ordered_sum(y, dim) / count
     return (ordered_sum(distances.square_(), dim) / (count - 1)).sqrt_()

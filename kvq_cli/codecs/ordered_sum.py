@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def ordered_sum(x: Tensor, dim: int = -1) -> Tensor:
-    """The sum of `x` over dimension `dim`, which is kept with length 1; the same for a token alone and among others."""
+    """Return the sum of `x` over dimension `dim`, which is kept with length 1; the same for a token alone and among
+    others."""
     while (length := x.shape[dim]) > 1:
         half = length // 2
         paired = x.narrow(dim, 0, half) + x.narrow(dim, half, half)

@@ -12,6 +12,7 @@ from kvq_cli.codecs.base import Codec, Packed
 from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.hadamard import factors, hadamard
 from kvq_cli.codecs.layout import Layout, TensorLike, TensorSpec, spec_of
+from kvq_cli.codecs.wrapped import WrappedCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
@@ -96,7 +97,7 @@ class MatrixRotation(ChannelRotation):
         return {**given, "integers.gain": integers, **tables}
 
 
-class RotatedCodec(Codec):
+class RotatedCodec(WrappedCodec):
     """`base` encodes R x with an orthogonal matrix R of each head's channels; decoding applies R^T.
 
     A weighted sum of values is rotated back once, instead of each value. Parts are those of `base`.
@@ -105,23 +106,16 @@ class RotatedCodec(Codec):
     unread_by_kernels = "channels are rotated before they are packed"
 
     def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
-        self.base, self.rotation = base, rotation
-        self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        super().__init__(base)
+        self.rotation = rotation
 
     def constants(self) -> Mapping[str, Tensor]:
-        return {**self.base.constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}
+        return {**super().constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}
 
     def layout(self, heads: int, dim: int, dtype: str) -> Layout:
-        base = self.base.layout(heads, dim, dtype)
+        base = super().layout(heads, dim, dtype)
         rotation = {f"rotated.{name}": spec for name, spec in self.rotation.layout().items()}
         return replace(base, constants={**base.constants, **rotation})
-
-    def check(self, packed: Packed) -> None:
-        self.base.check(packed)
-
-    @property
-    def capturable(self) -> bool:
-        return self.base.capturable
 
     def _encode(self, x: Tensor) -> Packed:
         return self.base.encode(self.rotation.ahead(x))

@@ -55,11 +55,12 @@ class _ServedFormat(Codec):
 
     @abstractmethod
     def _quantize(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of groups `[B, H, T, G, group]` float32, and their scales `[B, H, T, G, 1]` as they are stored."""
+        """Return codes of groups `[B, H, T, G, group]` float32, and their scales `[B, H, T, G, 1]` as they are
+        stored."""
 
     @abstractmethod
     def _dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """The inverse of `_quantize`, float32; codes uint8."""
+        """Return the inverse of `_quantize`, float32; codes uint8."""
 
 
 class Q4_0(_ServedFormat):
@@ -154,11 +155,11 @@ class Fp8PerTokenHead(_ServedFormat):
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 for 0."""
+    """Return 1 / scale, and 0 for 0."""
     return 1 / scale.masked_fill(scale == 0, torch.inf)
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Nearest whole numbers, halves away from zero."""
+    """Round to whole numbers, halves away from zero."""
     whole = x.trunc()
     return whole + (x - whole).mul_(2).trunc_()

@@ -176,7 +176,7 @@ def sampled_windows(
 
 
 def continued(model: PreTrainedModel, tokens: Tensor, length: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    """`tokens` `[rows, tokens]` continued to `[rows, length]` by the model with its own cache.
+    """Return `tokens` `[rows, tokens]` continued to `[rows, length]` by the model with its own cache.
 
     draw: next tokens `[rows, 1]` from float32 logits `[rows, vocabulary]`, where those of EOS are -inf.
     """
@@ -192,7 +192,7 @@ def continued(model: PreTrainedModel, tokens: Tensor, length: int, draw: Callabl
 
 
 def never_drawn(model: PreTrainedModel) -> list[int]:
-    """The tokens that end texts, which samples do not have."""
+    """Return the tokens that end texts, which samples do not have."""
     ends = model.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
 

@@ -91,8 +91,8 @@ class DriftEvaluation(Evaluation):
 
     @torch.inference_mode()
     def _continued(self, loaded: LoadedModel, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Prompt `index` with its sampled and its greedy answer, `[tokens]` each, and the uncompressed model's logits
-        `[answer tokens + 1, vocabulary]` of the sampled one, from the prompt's last token on."""
+        """Return prompt `index` with its sampled and its greedy answer, `[tokens]` each, and the uncompressed
+        model's logits `[answer tokens + 1, vocabulary]` of the sampled one, from the prompt's last token on."""
         check_token_ids(loaded.model, self._prompts[index : index + 1].tolist())
         draw = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
         prompt = self._prompts[index]
@@ -108,7 +108,7 @@ class DriftEvaluation(Evaluation):
 
     @torch.inference_mode()
     def _record(self, attached: Attached, index: int, sampled: Tensor, greedy: Tensor, reference: Tensor) -> Record:
-        """The record of prompt `index` under a method."""
+        """Return the record of prompt `index` under a method."""
         behind = len(sampled) - self._tokens
         [logits], report = continuation_logits(attached, [sampled[:behind].tolist()], [sampled[behind:].tolist()])
         parts: list[dict[str, Any]] = []
@@ -128,8 +128,8 @@ class DriftEvaluation(Evaluation):
 
 
 def _agreement(logits: Tensor, answer: Tensor, ends: list[int]) -> int:
-    """Tokens of the greedy `answer` `[tokens]` before the first that `logits` `[tokens, vocabulary]` do not choose,
-    without those of `ends`."""
+    """Count the tokens of the greedy `answer` `[tokens]` before the first that `logits` `[tokens, vocabulary]` do
+    not choose, without those of `ends`."""
     rows = rows_per_chunk(logits)
     for start in range(0, len(answer), rows):
         chunk = logits[start : start + rows].float()

@@ -73,7 +73,7 @@ class Table:
         raise KeyError(f"no column {title!r}; there are: {', '.join(self.titles[1:])}")
 
     def only(self, titles: Sequence[str]) -> Table:
-        """The table of these columns, in this order; UsageError for a title that it does not have."""
+        """Return the table of these columns, in this order; UsageError for a title that it does not have."""
         known = self.titles[1:]
         if unknown := [title for title in titles if title not in known]:
             raise UsageError(f"--columns: no column {unknown[0]!r}; there are: {', '.join(known)}")

@@ -67,7 +67,7 @@ def has_option(name: str, option: str) -> bool:
 
 
 def is_runtime(name: str, option: str) -> bool:
-    """Whether the method has this option, and its artifacts can be used with any value of it."""
+    """Return whether the method has this option, and its artifacts can be used with any value of it."""
     fields = dataclasses.fields(method_class(name))
     return any(field.name == option and field.metadata.get("runtime") for field in fields)
 

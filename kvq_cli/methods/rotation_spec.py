@@ -35,5 +35,6 @@ class RotationSpec(Spec):
 
 
 def rotated_streams(spec: Spec) -> tuple[str, ...]:
-    """The streams of a layer whose rotation is calibrated, and nothing else; empty for other kinds of calibration."""
+    """Return the streams of a layer whose rotation is calibrated, and nothing else; empty for other kinds of
+    calibration."""
     return ROTATED if isinstance(spec, RotationSpec) else ()

@@ -36,7 +36,7 @@ class ServedFormat(Method):
 
     @abstractmethod
     def codec(self, kind: str, head_dim: int) -> Codec:
-        """The format of keys ("k") or values ("v")."""
+        """Return the format of keys ("k") or values ("v")."""
 
 
 @register
@@ -90,5 +90,5 @@ class PerTokenHead(ServedFormat):
 
 
 def _power_of_two(number: int) -> int:
-    """The largest power of two that divides a number."""
+    """Return the largest power of two that divides a number."""
     return number & -number

@@ -191,7 +191,8 @@ def _token_times(
 
 
 def is_served(method: Method, shape: ModelShape, config: PretrainedConfig) -> bool:
-    """Whether `kvq serve` takes the method, with the options that it sets by itself, and the model of this `config`."""
+    """Return whether `kvq serve` takes the method, with the options that it sets by itself, and the model of this
+    `config`."""
     from kvq_cli.vllm.checks import check_model
     from kvq_cli.vllm.served import SERVER_DEFAULTS
 
@@ -208,18 +209,19 @@ def _bits(method: Method) -> dict[str, Any]:
 
 
 def best(rows: Sequence[Measured]) -> Measured:
-    """Of the methods that diverge as little as the one of least KL, the fastest: see `as_close`."""
+    """Choose, of the methods that diverge as little as the one of least KL, the fastest: see `as_close`."""
     least = min(rows, key=lambda row: row.kl)
     return min((row for row in rows if as_close(row, least)), key=lambda row: (row.ms, row.kl))
 
 
 def as_close(row: Measured, least: Measured) -> bool:
-    """Whether a KL counts as equal to the least: it is at most `EQUAL_KL`, or within both standard errors of it."""
+    """Return whether a KL counts as equal to the least: it is at most `EQUAL_KL`, or within both standard errors of
+    it."""
     return row.kl <= EQUAL_KL or row.kl - least.kl <= (row.kl_error or 0.0) + (least.kl_error or 0.0)
 
 
 def reason(row: Measured, rows: Sequence[Measured], need: Need, plain: Candidate | None) -> str:
-    """One sentence: why `row`, of `rows`. plain: the uncompressed cache, if it fits."""
+    """Say in one sentence why `row`, of `rows`. plain: the uncompressed cache, if it fits."""
     least = min(rows, key=lambda row: row.kl)
     if row is least:
         why = f"diverges least, {row.kl:.4f} nats per token"

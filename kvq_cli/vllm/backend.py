@@ -48,8 +48,8 @@ class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """CUDA graphs hold the attention of steps in which every request has one query, or one and as many drafted
-        tokens as are drafted at most, where no layer and codec needs the host."""
+        """Let CUDA graphs hold the attention of steps in which every request has one query, or one and as many
+        drafted tokens as are drafted at most, where no layer and codec needs the host."""
         engine = Engine.current
         if engine is None or not engine.capturable:
             return AttentionCGSupport.NEVER
@@ -160,7 +160,7 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         **others: Any,
     ) -> None:
         if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
-            raise UsageError("kvq serves attention without ALiBi and layers that share a cache")
+            raise UsageError("kvq serves attention without ALiBi and layers that share a cache: serve another model")
         if sliding_window is not None:
             raise UsageError(f"layers with a sliding window need vLLM's own attention: give {' '.join(LOCAL_FLAGS)}")
         if others.get("sinks") is not None:

@@ -89,7 +89,7 @@ class Rows:
 
 
 def _step_of(sequences: list[Sequence]) -> Step:
-    """The step of these sequences, a row for each of their tokens."""
+    """Return the step of these sequences, a row for each of their tokens."""
     device, each = sequences[0].blocks.device, [sequence for sequence in sequences for _ in range(sequence.tokens)]
     known = [sequence.past + 1 + new for sequence in sequences for new in range(sequence.tokens)]
     exact = [sequence.exact_blocks for sequence in each if sequence.exact_blocks is not None]

@@ -25,8 +25,8 @@ def check_drafts(method: str, stores: bool = False) -> None:
 
 
 def method_of_flags(flags: Sequence[str]) -> str | None:
-    """The method of speculative decoding that vLLM's flags ask for; None: they ask for none. vLLM takes a JSON object,
-    a flag for each field, and short forms of some. Raises UsageError for two methods."""
+    """Return the method of speculative decoding that vLLM's flags ask for; None: they ask for none. vLLM takes a
+    JSON object, a flag for each field, and short forms of some. Raises UsageError for two methods."""
     fields: dict[str, str] = {}
     for i, word in enumerate(flags):
         start, _, field = word.partition("=")[0].partition(".")
@@ -54,5 +54,5 @@ def _object(text: str) -> dict[str, str]:
     except ValueError:
         given = None
     if not isinstance(given, dict):
-        raise UsageError(f"{FLAG} {text}: must be a JSON object")
+        raise UsageError(f'{FLAG} {text}: must be a JSON object, such as {{"method": "ngram"}}')
     return given

@@ -105,8 +105,8 @@ class Engine:
         return all(self._layer(index).capturable for index in range(len(self.plans)))
 
     def next_layer(self) -> int:
-        """The number of the layer that is being made, among `shape.cached_layers`: vLLM makes them in order. Raises
-        KvqError for one beyond these."""
+        """Return the number of the layer that is being made, among `shape.cached_layers`: vLLM makes them in order.
+        Raises KvqError for one beyond these."""
         if self._layers == len(self.shape.cached_layers):
             raise KvqError(
                 f"vLLM made a layer beside the {self._layers} that kvq's pages are for: serve this model with "
@@ -116,7 +116,7 @@ class Engine:
         return self._layers - 1
 
     def paged_layer(self, index: int, name: str) -> PagedLayer:
-        """The layer `index` of `shape.cached_layers`, which vLLM calls `name`."""
+        """Return the layer `index` of `shape.cached_layers`, which vLLM calls `name`."""
         if extract_layer_index(name) != self.shape.cached_layers[index]:
             raise KvqError(
                 f"vLLM made the layer {name} as number {index}: serve this model with --tensor-parallel-size 1"

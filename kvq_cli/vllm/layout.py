@@ -60,7 +60,8 @@ class PageLayout:
 
 
 def page_layouts(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> tuple[int, tuple[PageLayout, ...]]:
-    """(bytes of a page, the parts of each layer). plans: of one rank or of all, `shape.cached_layers` of each."""
+    """Return (bytes of a page, the parts of each layer). plans: of one rank or of all, `shape.cached_layers` of
+    each."""
     specs = {id(plan): _parts(plan, shape) for plan in plans}
     sizes = {key: [_aligned(part.nbytes(block_size)) for _, _, part in parts] for key, parts in specs.items()}
     layers = len(shape.cached_layers)
@@ -196,12 +197,14 @@ def _best(plans: Sequence[LayerPlan], shape: ModelShape, step: int) -> CacheLayo
             return layout
         fitting += [] if layout is None else [layout]
     if not fitting:
-        raise UsageError(f"no block of up to {MAX_BLOCK} tokens has room for {_least(shape)} in full precision")
+        raise UsageError(
+            f"no block of up to {MAX_BLOCK} tokens has room for {_least(shape)} in full precision: use more bits"
+        )
     return min(fitting, key=lambda layout: _unused(layout, shape))
 
 
 def _least(shape: ModelShape) -> str:
-    """What a page must have room for, in words."""
+    """Say what a page must have room for, in words."""
     return f"{min(LOCAL_SIZES)} tokens of a layer with a sliding window" if shape.windows else "a token"
 
 
@@ -233,7 +236,7 @@ def _layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> C
 
 
 def _unused(layout: CacheLayout, shape: ModelShape) -> float:
-    """Share of a page of tokens in full precision that is unused, at most."""
+    """Return the share of a page of tokens in full precision that is unused, at most."""
     sizes = [blocks.block_size for blocks in (layout.exact, layout.local) if blocks is not None]
     return max((1 - size * token_bytes(shape) / layout.page_bytes for size in sizes), default=0.0)
 

@@ -39,14 +39,15 @@ class LocalBlocks:
         return more if more < 1.5 * fewer else fewer
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of a sequence of `tokens` tokens while it decodes, at most: those of the tokens that it sees, for each
-        `slots` layers."""
+        """Count the blocks of a sequence of `tokens` tokens while it decodes, at most: those of the tokens that it
+        sees, for each `slots` layers."""
         seen = min(-(-tokens // self.block_size), -(-self.window // self.block_size) + 1)
         return -(-self.layers // self.slots) * seen
 
 
 def served_shape(method: Method, shape: ModelShape) -> ModelShape:
-    """`shape`, whose `cached_layers` are those that kvq's pages hold: with a sliding window, `local=16bit` is served.
+    """Return `shape`, whose `cached_layers` are those that kvq's pages hold: with a sliding window, `local=16bit` is
+    served.
 
     Raises UsageError for `local=packed`, and where vLLM would not give these layers one list of blocks.
     """
@@ -70,8 +71,8 @@ def served_shape(method: Method, shape: ModelShape) -> ModelShape:
 
 
 def local_blocks(shape: ModelShape, page_bytes: int, token_bytes: int) -> LocalBlocks | None:
-    """The blocks of local layers beside pages of `page_bytes`; None: there are no such layers. block_size is 0 where a
-    page has no room for the least of `LOCAL_SIZES`.
+    """Return the blocks of local layers beside pages of `page_bytes`; None: there are no such layers. block_size is 0
+    where a page has no room for the least of `LOCAL_SIZES`.
 
     shape: a `served_shape`. token_bytes: of one token in one layer, in the model's dtype.
     """

@@ -32,7 +32,7 @@ class KvqMetadata:
     _step: Step | None = None
 
     def step(self, exact: Tensor | None) -> Step:
-        """The batch where requests are `alike`; made once for all layers. exact: the blocks of exact tokens."""
+        """Return the batch where requests are `alike`; made once for all layers. exact: the blocks of exact tokens."""
         if self._step is None:
             known, count = None if self.captured else self.known, self.alike
             rows = None if known is None else [n - behind for n in known for behind in reversed(range(count))]

@@ -85,8 +85,8 @@ class ServedMethod:
         return {KEY: config}
 
     def plans(self, shape: ModelShape, device: Any = "cpu", shard: Shard = WHOLE) -> list[LayerPlan]:
-        """The plan of each of `shape.cached_layers` for the heads of `shard`, tensors on `device`; shape: of all heads.
-        Raises UsageError where an artifact is needed, or cannot be cut by heads."""
+        """Return the plan of each of `shape.cached_layers` for the heads of `shard`, tensors on `device`; shape: of
+        all heads. Raises UsageError where an artifact is needed, or cannot be cut by heads."""
         if self.artifact is None and self.method.needs_artifact(shape):
             raise UsageError(
                 f"method {self.method.name} needs an artifact: make one with `kvq calibrate --method "

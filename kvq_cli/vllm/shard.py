@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.wrapped import joins_heads
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, of_stream
 from kvq_cli.vllm.gathered import GatheredCodec
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 #: `[batch, kv_heads of the rank, ...]` -> those of all ranks, in their order, along dimension 1.
 Gather: TypeAlias = "Callable[[Tensor], Tensor]"
-
-
-#: Methods of which some of the heads would give other codes: one norm of all kv heads divides a token.
-_JOINED = ("oscar-omni",)
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Shard:
             return method.plan(layer, shape, tensors)
         heads = self.heads(shape.kv_heads)
         plan = method.plan(layer, self.shape(shape), head_tensors(method, layer, shape, tensors, heads))
-        if shape.kv_heads > 1 and method.name in _JOINED:
+        if shape.kv_heads > 1 and any(joins_heads(stream.codec) for stream in plan.kept):
             raise UsageError(
                 f"method {method.name} cannot be served with tensor parallelism: it divides a token by one norm of all "
                 "kv heads, of which a rank has some; use another method"

@@ -65,7 +65,7 @@ class Step(Shared):
         return None if exact is None else self._repeated("exact", exact)
 
     def _repeated(self, key: str, blocks: Tensor) -> Tensor:
-        """The blocks of each row's sequence."""
+        """Return the blocks of each row's sequence."""
         return blocks if self._queries == 1 else self.kept(key, lambda: blocks.repeat_interleave(self._queries, 0))
 
     def enter(self, layer: int) -> None:

@@ -84,7 +84,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
 
 
 def show(verdict: Verdict, model: str, root: Path = ROOT) -> str:
-    """The number that a table prints beside the verdict; empty without one, or where it is not measured."""
+    """Return the number that a table prints beside the verdict; empty without one, or where it is not measured."""
     try:
         return Results(model, root).fill(verdict.claim.shown)
     except MissingResult:

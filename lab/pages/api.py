@@ -93,7 +93,7 @@ def _public(cls: griffe.Object) -> list[griffe.Object]:
 
 
 def _members(members: Iterable[griffe.Object]) -> Iterator[str]:
-    """The sections of functions and classes; properties and methods of a class are a list."""
+    """Return the sections of functions and classes; properties and methods of a class are a list."""
     for member in members:
         yield from [f"### {member.name}", ""]
         yield from _signature(member)
@@ -163,8 +163,8 @@ def _paragraph(text: str) -> str:
 def _text(
     docstring: griffe.Docstring | None, names: Iterable[str] = (), public: Iterable[str] | None = None
 ) -> Iterator[str]:
-    """A docstring as Markdown: explanations `name: text` of `names` become a list, of the `public` ones if given;
-    indented blocks stay code."""
+    """Return a docstring as Markdown: explanations `name: text` of `names` become a list, of the `public` ones if
+    given; indented blocks stay code."""
     if docstring is None:
         return
     code: list[str] = []

@@ -68,7 +68,7 @@ class Row:
         return divergence(self.result) or 0.0
 
     def beside(self, other: Row) -> Difference | None:
-        """The paired difference of KL, this one's less the other's."""
+        """Return the paired difference of KL, this one's less the other's."""
         return paired(self.windows, other.windows) if self.windows and other.windows else None
 
 
@@ -109,7 +109,7 @@ def _index(found: Mapping[str, str], root: Path) -> str:
 
 
 def _ranked(part: str, later: str, root: Path) -> list[list[Any]]:
-    """Rows of methods at 2 bits with their default options, the lowest KL first."""
+    """Return rows of methods at 2 bits with their default options, the lowest KL first."""
     rows = [row for row in _rows(root / part) if row.label.endswith("-2bit")]
     if later and (root / later).is_dir():
         rows += [row for row in _rows(root / later) if row.label.startswith("klt-2") and "," not in row.label]
@@ -140,7 +140,7 @@ def _line(row: Row, rows: Sequence[Row], baseline: Row) -> list[Any]:
 
 
 def _rank(row: Row, rows: Sequence[Row]) -> str:
-    """The first and last rank that the paired intervals leave a method; empty without them."""
+    """Return the first and last rank that the paired intervals leave a method; empty without them."""
     found = [difference for other in rows if other is not row and (difference := row.beside(other)) is not None]
     if not found:
         return ""
@@ -150,7 +150,7 @@ def _rank(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _percent(row: Row, baseline: Row) -> str:
-    """The difference of KL to the baseline's, in percent of it, with its interval."""
+    """Return the difference of KL to the baseline's, in percent of it, with its interval."""
     difference = row.beside(baseline)
     if row is baseline or difference is None or difference.low is None or difference.high is None:
         return ""

@@ -25,7 +25,7 @@ Verdicts = Mapping[str, Verdict]  # model -> verdict on one claim
 
 
 def name(model: str) -> str:
-    """How pages name a model."""
+    """Return how pages name a model."""
     return NAMES.get(model, model)
 
 
@@ -45,19 +45,19 @@ def paper_page(paper: str, judged: Sequence[Verdicts], models: Sequence[str], ro
 
 
 def verdict(judged: Verdict, model: str, root: Path = ROOT) -> str:
-    """A verdict and its number, as a table's cell."""
+    """Return a verdict and its number, as a table's cell."""
     shown = show(judged, model, root)
     return f"**{judged.state}**" + (f": {shown}" if shown else "")
 
 
 def alike(each: Verdicts, cell: Callable[[Verdict, str], str]) -> list[str]:
-    """The cells of a claim, one a model: where they are the same, all but the first say so."""
+    """Return the cells of a claim, one a model: where they are the same, all but the first say so."""
     cells = [cell(judged, model) for model, judged in each.items()]
     return [cells[0], *("the same" if text == cells[0] and ": " in text else text for text in cells[1:])]
 
 
 def _because(judged: Verdict, model: str, root: Path) -> str:
-    """The first sentence of the reason why a claim does not hold or is in doubt; empty if it holds."""
+    """Return the first sentence of the reason why a claim does not hold or is in doubt; empty if it holds."""
     if judged.state not in (FAILS, BY_CHANCE):
         return ""
     return f". {_first_sentence(explain(judged, model, root) or UNKNOWN)}"
@@ -69,14 +69,14 @@ def _named(each: Verdicts) -> tuple[str, str]:
 
 
 def _first_sentence(reason: str) -> str:
-    """The first sentence of a reason, without the commands in its parentheses."""
+    """Return the first sentence of a reason, without the commands in its parentheses."""
     bare = re.sub(r" \([^()]*`[^()]*\)", "", reason)
     sentence = re.split(r"[.;] (?=\S)", bare)[0]
     return sentence[:1].upper() + sentence[1:]
 
 
 def _details(each: Verdicts, models: Sequence[str], root: Path) -> str:
-    """A folded section: commands, reasons, what other settings are worth, and every number that was read."""
+    """Return a folded section: commands, reasons, what other settings are worth, and every number that was read."""
     claim = next(iter(each.values())).claim
     commands = ", ".join("`make gpu`" if target(of).gpu else f"`make {of}`" for of in claim.targets) or "`kvq methods`"
     parts = [f"<details><summary>{claim.source}: {claim.claim}</summary>", f"Measured by {commands}."]
@@ -90,7 +90,7 @@ def _details(each: Verdicts, models: Sequence[str], root: Path) -> str:
 
 
 def _reason(judged: Verdict, model: str, root: Path) -> str:
-    """Why a claim does not hold or may hold by chance, and what other settings are worth; empty if it holds."""
+    """Say why a claim does not hold or may hold by chance, and what other settings are worth; empty if it holds."""
     if judged.state not in (FAILS, BY_CHANCE):
         return ""
     text = f"*{name(model)}*, {judged.state}: {explain(judged, model, root) or UNKNOWN}."
@@ -101,7 +101,7 @@ def _reason(judged: Verdict, model: str, root: Path) -> str:
 
 
 def _setting(sweep: Sweep, effect: Effect) -> str:
-    """What an option's value is worth beside the default: bits, KL and the verdict at equal bits."""
+    """Say what an option's value is worth beside the default: bits, KL and the verdict at equal bits."""
     row, default = effect.measured, effect.default
     if effect.short.verdict == effect.long.verdict:
         found = _at_equal_bits(effect.judged)
@@ -119,7 +119,7 @@ def _at_equal_bits(effect: AtEqualBits) -> str:
 
 
 def _numbers(judged: Verdict) -> dict[str, str]:
-    """Every result that the check read, and the paired differences, as text by name."""
+    """Return every result that the check read, and the paired differences, as text by name."""
     found = {key: _formatted(value) for key, value in judged.numbers.items()}
     return found | {key: interval(difference) for key, difference in judged.differences.items()}
 

@@ -69,7 +69,7 @@ def _summary(judged: Sequence[Verdicts], models: Sequence[str], root: Path) -> s
 
 
 def _targets(models: Sequence[str], root: Path) -> str:
-    """The page of the targets: their states, and the data that they are measured on."""
+    """Return the page of the targets: their states, and the data that they are measured on."""
     states = [
         [each.id, f"{each.paper}: {each.what}", *(_state(each, m, root) for m in models)] for each in all_targets()
     ]
@@ -87,7 +87,7 @@ def _targets(models: Sequence[str], root: Path) -> str:
 
 
 def all_targets() -> Sequence[Target]:
-    """All targets in the order of targets.yaml."""
+    """Return all targets in the order of targets.yaml."""
     return list(targets().values())
 
 

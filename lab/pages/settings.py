@@ -111,7 +111,7 @@ def page_text(swept: list[tuple[Target, Sweep | None]], sweeps: list[Sweep]) -> 
 
 
 def best(method: str, sweeps: Sequence[Sweep]) -> list[str]:
-    """A method's best setting of all of its sweeps, what it is worth and what it costs."""
+    """Return a method's best setting of all of its sweeps, what it is worth and what it costs."""
     found = [(effect, sweep) for sweep in sweeps if sweep.method == method for effect in sweep.better()]
     if not found:
         return [method, "the defaults", "", ""]

@@ -60,12 +60,13 @@ def stage(folder: Path) -> None:
 
 
 def _place(source: str) -> str:
-    """Where a file of the repository is in the site."""
+    """Return where a file of the repository is in the site."""
     return PLACES.get(source, source.removeprefix("docs/"))
 
 
 def _moved(text: str, source: str) -> tuple[str, list[str]]:
-    """A page with the links of its new place, and the files that it links to. What is folded is Markdown, too."""
+    """Return a page with the links of its new place, and the files that it links to. What is folded is Markdown,
+    too."""
     linked: list[str] = []
 
     def link(found: re.Match[str]) -> str:

@@ -8,28 +8,15 @@ import pytest
 import torch
 from counted_graphs import RecordedGraph, counted_graphs
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
-from random_artifacts import tiny_model
 from tiers import slow, slow_cases
 
 from kvq_cli.vllm.paged_decode import PagedKernels
 from kvq_cli.vllm.step import Step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unread_page_ids")]
 
 #: Tokens of sequences before the first step; others pack tokens in a step that is replayed: see `lengths_of`.
 LENGTHS, STEPS = (3, 0, 61, 155), 5
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """The ids of pages are not looked at."""
-    monkeypatch.setattr("kvq_kernels.decode_attention.pages._check_ids", lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """A random Llama of 1 layer, 2 kv heads of 32."""
-    return tiny_model(head_dim=DIM, hidden_size=64, num_hidden_layers=1)
 
 
 def lengths_of(model, method: str) -> list[int]:
@@ -65,9 +52,9 @@ OTHERS = (*KERNEL_METHODS, "channelkv", "temporalkv:sinks=3:recent=20:hybrid=hea
         *slow_cases(*((method, torch.float32) for method in OTHERS), ("klt:sinks=8:recent=24", torch.float16)),
     ],
 )
-def test_replayed_steps_equal_the_reference(model, method, dtype):
+def test_replayed_steps_equal_the_reference(one_layer, method, dtype):
     """Outputs, and the bytes of all pages but page 0. Two rows have no sequence, as vLLM fills up a captured batch."""
-    model, tolerance = copy.deepcopy(model).to(dtype), max(2e-4, 8 * torch.finfo(dtype).eps)
+    model, tolerance = copy.deepcopy(one_layer).to(dtype), max(2e-4, 8 * torch.finfo(dtype).eps)
     before = lengths_of(model, method)
     plain, pages = (filled(model, method, kernels, before) for kernels in (None, PagedKernels(1024)))
     assert pages.layer.capturable and not plain.layer.capturable
@@ -101,16 +88,16 @@ def test_replayed_steps_equal_the_reference(model, method, dtype):
 
 
 @pytest.mark.parametrize("method", ["turboquant", "temporalkv:outliers=0.01", "kivi:sinks=5:recent=7"])
-def test_what_a_graph_cannot_hold(model, method):
+def test_what_a_graph_cannot_hold(one_layer, method):
     """No kernels; an encoder that looks for the blocks with outliers; keys and values at different places."""
-    assert not Pages(model, method, PagedKernels(1024), 1, 40).layer.capturable
+    assert not Pages(one_layer, method, PagedKernels(1024), 1, 40).layer.capturable
 
 
 @pytest.mark.parametrize("method", ["kivi:residual=32", *slow("kvquant", "temporalkv", "kivi:sinks=5:recent=31")])
-def test_rows_that_pack_nothing_encode_nothing(model, method, monkeypatch):
+def test_rows_that_pack_nothing_encode_nothing(one_layer, method, monkeypatch):
     """Where the host knows the lengths: the same outputs and bytes of all pages but page 0."""
-    before, encoded = lengths_of(model, method), [0, 0]
-    known, unknown = (filled(model, method, PagedKernels(1024), before) for _ in range(2))
+    before, encoded = lengths_of(one_layer, method), [0, 0]
+    known, unknown = (filled(one_layer, method, PagedKernels(1024), before) for _ in range(2))
     for side, stream in enumerate(known.layer.paged):
         encode = stream.codec.encode
         monkeypatch.setattr(

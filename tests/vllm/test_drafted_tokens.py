@@ -6,7 +6,6 @@ import pytest
 import torch
 from counted_graphs import RecordedGraph, counted_graphs
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
-from random_artifacts import tiny_model
 from tiers import slow, slow_cases
 
 from kvq_cli.vllm.batch import Sequence
@@ -14,24 +13,12 @@ from kvq_cli.vllm.metadata import KvqMetadata
 from kvq_cli.vllm.paged_decode import PagedKernels
 from kvq_cli.vllm.step import Step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unread_page_ids")]
 
 #: Tokens of sequences before the first step, the tokens decoded, and those drafted in a step at most.
 LENGTHS, NEW, DRAFTED = (61, 3, 0, 157), 8, 3
 #: By the number of the step and the sequence: drafted tokens, of which the first ones are right.
 DRAFTS = (((0, 0), (3, 0), (2, 2), (3, 0)), ((3, 0), (3, 2), (3, 0), (1, 1)), ((3, 3), (3, 1), (3, 3), (3, 1)))
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """The ids of pages are not looked at."""
-    monkeypatch.setattr("kvq_kernels.decode_attention.pages._check_ids", lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """A random Llama of 1 layer, 2 kv heads of 32."""
-    return tiny_model(head_dim=DIM, hidden_size=64, num_hidden_layers=1)
 
 
 class Texts:
@@ -98,11 +85,11 @@ METHODS = ("turboquant", "kivi:sinks=5:recent=7", "temporalkv:outliers=0.01", "k
         *slow_cases(*((method, True) for method in ("kivi:residual=32", *KERNEL_METHODS))),
     ],
 )
-def test_sequences_with_different_drafts_equal_decoding_one_by_one(model, method, by_kernels):
+def test_sequences_with_different_drafts_equal_decoding_one_by_one(one_layer, method, by_kernels):
     """Outputs of right tokens, and codes. Tokens of the last step are right: it packs what it could have in one."""
-    plain = Texts(model, method, None)
+    plain = Texts(one_layer, method, None)
     expected = decoded(plain)
-    texts, number = Texts(model, method, PagedKernels(1024) if by_kernels else None), 0
+    texts, number = Texts(one_layer, method, PagedKernels(1024) if by_kernels else None), 0
     assert (texts.pages.layer.kernels is not None) == by_kernels
     while any(past < length + NEW for past, length in zip(texts.past, LENGTHS, strict=True)):
         drafts, tokens, right = DRAFTS[number % len(DRAFTS)], [], []
@@ -125,9 +112,9 @@ def test_sequences_with_different_drafts_equal_decoding_one_by_one(model, method
 
 
 @pytest.mark.parametrize("method", ["kivi:residual=32", *slow("kvquant", "temporalkv", "fp16")])
-def test_a_captured_step_with_drafts_equals_decoding_one_by_one(model, method):
+def test_a_captured_step_with_drafts_equals_decoding_one_by_one(one_layer, method):
     """Captured once and replayed, with as many drafted tokens in each sequence. One row is no sequence."""
-    plain, texts = Texts(model, method, None), Texts(model, method, PagedKernels(1024))
+    plain, texts = Texts(one_layer, method, None), Texts(one_layer, method, PagedKernels(1024))
     expected, pages, queries = decoded(plain), texts.pages, DRAFTED
     rows = 2  # the interpreter is slow
     lengths = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)

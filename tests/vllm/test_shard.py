@@ -8,6 +8,7 @@ from tiers import fast
 from kvq_cli.benchmarking.capacity import serving_layout
 from kvq_cli.benchmarking.synthetic import artifact_tensors
 from kvq_cli.codecs.transform import TransformCodec
+from kvq_cli.codecs.wrapped import joins_heads
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build, build_parsed
@@ -128,7 +129,8 @@ def _outlier_bytes(shape, ranks):
 def test_norms_of_all_heads_are_refused(model):
     with pytest.raises(UsageError, match=r"oscar-omni cannot be served with tensor parallelism: .* one norm of all"):
         Shard(0, 2).plan(build("oscar-omni"), 0, model_shape(model), {})
-    assert Shard(0, 1).plan(build("oscar-omni"), 0, model_shape(model), {}).keys is not None
+    plan = Shard(0, 1).plan(build("oscar-omni"), 0, model_shape(model), {})
+    assert (joins_heads(plan.keys.codec), joins_heads(plan.values.codec)) == (True, False)
 
 
 @pytest.mark.parametrize(

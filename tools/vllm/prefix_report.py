@@ -76,13 +76,13 @@ class Engine:
         get_kv_transfer_group().transfers.writer.flush()
 
     def seconds(self, prompt: list[int]) -> tuple[float, float]:
-        """The time to the first token, on the clock and of the CPU."""
+        """Return the time to the first token, on the clock and of the CPU."""
         start, cpu = time.perf_counter(), time.process_time()
         self.compute(prompt)
         return time.perf_counter() - start, time.process_time() - cpu
 
     def logs(self, prompt: Prompt) -> Tensor:
-        """The logarithms of the probabilities of each token after the prompt, float32 `[tokens, vocabulary]`."""
+        """Return the logarithms of the probabilities of each token after the prompt, float32 `[tokens, vocabulary]`."""
         hidden: list[Tensor] = []
         (model,) = self._llm.apply_model(lambda model: model)
         hook = model.register_forward_hook(lambda module, inputs, output: hidden.append(output.clone()))
@@ -94,7 +94,7 @@ class Engine:
 
 @contextmanager
 def running(arguments: argparse.Namespace, store: StoreSettings | None) -> Iterator[Engine]:
-    """An engine with room for one prompt and the tokens after it."""
+    """Return an engine with room for one prompt and the tokens after it."""
     from vllm import LLM
 
     llm: Any = LLM(
@@ -128,7 +128,7 @@ def measure(engine: Engine, prompts: list[Prompt], rounds: int, nbytes: int = 0)
 
 
 def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     fewer = f"{raw.nbytes / found.nbytes:.1f} times" if found.nbytes else ""
     nbytes = f"{found.nbytes:,}" if found.nbytes else ""
     cells = [title, nbytes, fewer, *(f"{seconds:.2f}" for seconds in found.seconds)]
@@ -139,7 +139,7 @@ def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
 
 
 def divergence(exact: Tensor, other: Tensor) -> float:
-    """The mean Kullback-Leibler divergence of `other` from `exact`, in nats."""
+    """Return the mean Kullback-Leibler divergence of `other` from `exact`, in nats."""
     return (exact.exp() * (exact - other)).sum(-1).mean().item()
 
 

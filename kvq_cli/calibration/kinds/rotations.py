@@ -42,7 +42,7 @@ class RotationPlan(FactorPlan):
         return {name: getattr(self.settings, name) for name in ("dataset", "samples", "seqlen", "seed")}
 
     def sums_bytes(self) -> int:
-        """Bytes of `spectral.Sums` of all layers."""
+        """Count the bytes of `spectral.Sums` of all layers."""
         shape = self.loaded.shape
         return 2 * 8 * len(shape.cached_layers) * shape.kv_heads * shape.head_dim**2
 
@@ -72,5 +72,5 @@ class RotationPlan(FactorPlan):
         progress(f"read {what}", len(windows), len(windows))
 
     def factorize(self, work: WorkFolder, layer: AttentionLayer) -> Calibrated:
-        """The rotations of a layer, and their errors."""
+        """Return the rotations of a layer, and their errors."""
         return spectral.layer_rotations(*(work.read_tensors(f"{layer.index}.{what}") for what in ("queries", "values")))
