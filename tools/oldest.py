@@ -10,11 +10,12 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 
 def oldest(requirement: str) -> str:
-    """`torch>=2.11; MARKER` as `torch==2.11; MARKER`, a prefix of which `==` means the version padded with zeros."""
-    bound, *marker = requirement.split(";")
-    if bound.count(">=") != 1 or "," in bound:
-        raise ValueError(f"{requirement}: expected one lower bound")
-    return ";".join([bound.replace(">=", "=="), *marker])
+    """`torch>=2.11,<3; MARKER` as `torch==2.11; MARKER`: `==` pads the version with zeros, upper bounds go."""
+    bounds, *marker = requirement.split(";")
+    lower, *upper = bounds.split(",")
+    if lower.count(">=") != 1 or any(not bound.startswith("<") for bound in upper):
+        raise ValueError(f"{requirement}: expected one lower bound, then upper bounds")
+    return ";".join([lower.replace(">=", "=="), *marker])
 
 
 if __name__ == "__main__":
