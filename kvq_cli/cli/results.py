@@ -87,7 +87,9 @@ def results(
     transpose: Transpose = False,
     as_json: Json = False,
 ) -> None:
-    """Print the table of a finished evaluation: means ± standard errors, best values in bold."""
+    """Print the table of a finished evaluation: means ± standard errors.
+
+    Bold: better than every other compressed cache beyond chance (95 %)."""
     out = Output(as_json=as_json or format == "json")
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: use one of them")
@@ -129,7 +131,15 @@ def _print_results(
     elif against is not None:
         _against(out, format, methods, against)
     else:
-        _table(out, format, methods, shown.failed, None if columns is None else names(columns, "--columns"), transpose)
+        _table(
+            out,
+            format,
+            folder,
+            methods,
+            shown.failed,
+            None if columns is None else names(columns, "--columns"),
+            transpose,
+        )
 
 
 def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> None:
@@ -162,18 +172,22 @@ def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> No
 def _table(
     out: Output,
     format: str,
+    folder: Path,
     methods: Mapping[str, Mapping[str, Any]],
     failed: Mapping[str, str],
     chosen: Sequence[str] | None,
     transpose: bool,
 ) -> None:
     from kvq_cli.evaluation.chat_template import chat_template_note
-    from kvq_cli.evaluation.formats import csv_text, escape_latex, latex, markdown, with_best, with_errors
+    from kvq_cli.evaluation.formats import csv_text, escape_latex, in_bold, latex, markdown, with_errors
+    from kvq_cli.evaluation.leaders import leaders
     from kvq_cli.evaluation.runs import describe_run, run_of
     from kvq_cli.evaluation.tabulate import tabulate
 
     table = tabulate(methods) if chosen is None else tabulate(methods).only(chosen)
     caption, origins = describe_run(next(iter(methods.values()))), _origins(methods)
+    plain = format == "csv" or out.as_json
+    best = [set[str]() for _ in table.columns] if plain else leaders(table, folder, methods)
 
     def with_origins(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
         lines = [[*columns], *([*row] for row in rows)]
@@ -186,11 +200,10 @@ def _table(
     if format == "csv":
         out.text(csv_text(*with_origins(*with_errors(table))))
     elif format == "latex":
-        out.text(latex(*with_origins(table.titles, with_best(table, r"\textbf{{{}}}", escape_latex))))
+        out.text(latex(*with_origins(table.titles, in_bold(table, best, r"\textbf{{{}}}", escape_latex))))
     elif format == "markdown":
-        out.text(markdown(*with_origins(table.titles, with_best(table, "**{}**")), labels=1))
+        out.text(markdown(*with_origins(table.titles, in_bold(table, best, "**{}**")), labels=1))
     else:
-        best = [table.best(index) for index in range(len(table.columns))]
         if transpose:
             scores = list(zip((column.title for column in table.columns), best, strict=True))
             best = [{title for title, labels in scores if label in labels} for label in table.rows]

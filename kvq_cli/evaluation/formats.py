@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvq_cli.evaluation.tabulate import Table
@@ -51,15 +51,16 @@ def latex(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
-def with_best(table: Table, bold: str, escape: Callable[[str], str] = str) -> list[list[Any]]:
-    """Formatted cells with the best value of each column, escaped, wrapped in `bold`, like `**{}**`."""
-    best = [table.best(index) for index in range(len(table.columns))]
+def in_bold(
+    table: Table, labels: Sequence[Collection[str]], bold: str, escape: Callable[[str], str] = str
+) -> list[list[Any]]:
+    """Formatted cells, those of each column's `labels` escaped and wrapped in `bold`, like `**{}**`."""
 
     def wrapped(cell: Any) -> Formatted:
         return Formatted(bold.format(escape(str(cell))))
 
     return [
-        [label, *(wrapped(cell) if label in best[index] else cell for index, cell in enumerate(cells))]
+        [label, *(wrapped(cell) if label in labels[index] else cell for index, cell in enumerate(cells))]
         for label, *cells in table.cells()
     ]
 

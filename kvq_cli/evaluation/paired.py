@@ -68,7 +68,7 @@ def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> 
     scores = {label: sample_scores(folder, methods, label) for label in methods}
     return {
         label: {
-            name: _common_samples(values, scores[base][name])
+            name: common_samples(values, scores[base][name])
             for name, values in scores[label].items()
             if scores[base].get(name, {}).keys() & values.keys()
         }
@@ -105,7 +105,8 @@ def match_label(baseline: str, methods: Mapping[str, Any]) -> str:
     return matches[0]
 
 
-def _common_samples(first: Mapping[Hashable, float], second: Mapping[Hashable, float]) -> Difference:
+def common_samples(first: Mapping[Hashable, float], second: Mapping[Hashable, float]) -> Difference:
+    """Mean of `first` - `second`, scores by sample, over the samples that both have."""
     both = [sample for sample in first if sample in second]
     return paired([first[index] for index in both], [second[index] for index in both])
 
@@ -146,6 +147,14 @@ def _sample_scores(name: str, record: Mapping[str, Any], fractions: Collection[s
     if "nll" in record:
         tokens = record["tokens"]
         return {f"{name} loss": record["nll"] / tokens, f"{name} KL": record["kl"] / tokens}
+    if "parts" in record:  # drift
+        parts = {"first": record["parts"][0], "last": record["parts"][-1]}
+        tokens = sum(part["tokens"] for part in record["parts"])
+        return {
+            f"{name} KL": sum(part["kl"] for part in record["parts"]) / tokens,
+            **{f"{name} KL {place} eighth": part["kl"] / part["tokens"] for place, part in parts.items()},
+            f"{name} greedy tokens alike": record["agreement"],
+        }
     scores = {metric: (f"{name} {metric}", value) for metric, value in record.get("scores", {}).items()}
     if not scores:  # a task of RULER, whose metric is named by the length
         scores = {f"{name.rpartition('-')[2]},none": (name, record.get("score"))}

@@ -13,7 +13,8 @@ from kvq_cli import RESULTS, reference
 from kvq_cli.benchmarking.shapes import SHAPES
 from kvq_cli.calibration.kmeans import VERSION as CLUSTERING
 from kvq_cli.data.texts import file_digest
-from kvq_cli.evaluation.base import PERPLEXITY
+from kvq_cli.evaluation.base import DRIFT, PERPLEXITY
+from kvq_cli.evaluation.drift import DriftEvaluation
 from kvq_cli.evaluation.lm_eval.task_groups import is_lm_eval
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
@@ -95,7 +96,8 @@ def _version(task: str) -> Any:
             return version("lm_eval")
         except PackageNotFoundError:
             return None
-    return PerplexityEvaluation.version if task == PERPLEXITY else RulerEvaluation.version
+    own = {PERPLEXITY: PerplexityEvaluation.version, DRIFT: DriftEvaluation.version}
+    return own.get(task, RulerEvaluation.version)
 
 
 def command_options(words: Sequence[str]) -> dict[str, list[str]]:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.evaluation.formats import markdown, with_best
+from kvq_cli.evaluation.formats import in_bold, markdown
+from kvq_cli.evaluation.leaders import LEADING, leaders
 from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_text
@@ -31,8 +32,8 @@ def write_report(target: Target, model: str, folder: Path) -> None:
     write_scores(folder, methods)
     table = tabulate(methods)
     parts = [f"# {target.id}", f"{target.paper}: {target.what}, on {model}.", target.note]
-    parts += ["Best of the compressed caches in bold; mean ± standard error.", ""]
-    parts += [markdown(table.titles, with_best(table, "**{}**"))]
+    parts += [f"Mean ± standard error. {LEADING}"]
+    parts += [markdown(table.titles, in_bold(table, leaders(table, folder, methods), "**{}**"))]
     if compared := side_by_side(target, methods, model):
         parts += ["## Beside the paper", markdown(compared.columns, compared.lines), *agreement_lines(compared)]
     if target.pairs:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import PERPLEXITY
+from kvq_cli.evaluation.leaders import LEADING, leaders
 from kvq_cli.evaluation.paired import CAPTION, Difference, differences, interval, match_label
 from kvq_cli.evaluation.plot import lines_by_method
 from kvq_cli.evaluation.ruler.tasks import RULER, TASKS
@@ -34,7 +36,10 @@ def sections(found: ResultFolder, baseline: str | None) -> Iterator[Section]:
     methods = found.methods
     scores = tabulate(methods)
     yield from _plots(scores, methods)
-    yield "Scores", join(tag("p", SCORES, class_="note"), score_table(scores, methods), _failures(found.failed))
+    yield (
+        "Scores",
+        join(tag("p", SCORES, class_="note"), score_table(scores, methods, found.path), _failures(found.failed)),
+    )
     yield from _differences(found, baseline)
     if found.claims:
         yield "Claims of the papers", join(tag("p", CLAIMS, class_="note"), _markdown_table(found.claims))
@@ -43,8 +48,8 @@ def sections(found: ResultFolder, baseline: str | None) -> Iterator[Section]:
 
 
 SCORES = (
-    "Mean ± standard error over n samples; the best compressed method of each column in bold. Bits measured count all "
-    "tensors that a sequence holds: codes, scales, outliers, full-precision windows. A click on a title sorts."
+    f"Mean ± standard error over n samples. {LEADING} Bits measured count all tensors that a sequence holds: codes, "
+    "scales, outliers, full-precision windows. A click on a title sorts."
 )
 CLAIMS = "A star: the 95 % interval excludes zero. A question mark: the difference may be chance."
 
@@ -83,15 +88,15 @@ def overall(scores: Table) -> list[Column]:
     return found + [column for column in scored if column.task == RULER] or scored[:1]
 
 
-def score_table(scores: Table, methods: Mapping[str, Mapping[str, Any]]) -> Markup:
-    """The table of scores, with standard errors, and n below the title of each score."""
+def score_table(scores: Table, methods: Mapping[str, Mapping[str, Any]], folder: Path) -> Markup:
+    """The table of scores, with standard errors, and n below the title of each score. folder: of the results."""
     shown = [
         index
         for index in range(len(scores.columns))
         if any(row[index].value is not None for row in scores.rows.values())
     ]
     titles = [join("method"), *(_title(scores.columns[index], methods) for index in shown)]
-    best = {index: scores.best(index) for index in shown}
+    best = leaders(scores, folder, methods)
     rows = [
         [label, *(_score(scores.columns[index], row[index], label in best[index]) for index in shown)]
         for label, row in scores.rows.items()

@@ -47,6 +47,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def means(folder):
+    """The same without samples, so that the errors of the means decide what is bold."""
+    for samples in folder.glob("*.jsonl"):
+        samples.unlink()
+    return folder
+
+
 def test_student_t_quantiles():
     for freedom, value in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 500: 1.9647}.items():
         assert student_t(freedom) == pytest.approx(value, abs=6e-5)
@@ -106,7 +114,8 @@ def test_metrics_on_a_scale_to_100_are_shown_as_they_are(folder):
     assert shown == pytest.approx({"bleu,none": -26.6, "rouge1,none": -1.0, "f1,none": 25.0, "ter,none": 20.0})
 
 
-def test_formats(kvq, folder):
+def test_formats(kvq, means):
+    folder = means
     assert "| a-2bit | **66.7 ±10.0** | **20.086 ±0.500** |" in kvq("results", folder, "--format", "markdown").stdout
     assert r"a-2bit & \textbf{66.7 $\pm$10.0} &" in kvq("results", folder, "--format", "latex").stdout
     lines = kvq("results", folder, "--format", "csv").stdout.splitlines()
@@ -119,8 +128,8 @@ def test_formats(kvq, folder):
     assert rows["a-2bit"]["perplexity"] == {"value": pytest.approx(math.exp(3)), "error": 0.5}
 
 
-def test_chosen_columns_and_a_column_for_each_method(kvq, fails, folder):
-    chosen = ("results", folder, "--columns", "bits,perplexity")
+def test_chosen_columns_and_a_column_for_each_method(kvq, fails, means):
+    folder, chosen = means, ("results", means, "--columns", "bits,perplexity")
     assert kvq(*chosen, "--format", "csv").stdout.splitlines()[0] == "method,bits,perplexity,perplexity stderr"
     assert list(json.loads(kvq(*chosen, "--json").stdout)["rows"]["a-2bit"]) == ["bits", "perplexity"]
     lines = kvq(*chosen, "--transpose", "--format", "markdown").stdout.splitlines()
@@ -130,7 +139,7 @@ def test_chosen_columns_and_a_column_for_each_method(kvq, fails, folder):
     _, head, _, *rows = (line.split() for line in shown if line.strip())
     assert head == ["method", "a-2bit", "b-2bit"] and [row[0] for row in rows] == ["bits", "perplexity"]
     fails("results", folder, "--columns", "bit", code=2, says="--columns: no column 'bit'; there are: vt, perplexity")
-    assert "--columns has no effect: it shapes the table of means" in kvq(*chosen, "--baseline", "a-2bit").stderr
+    assert "--columns has no effect: it shapes the table of means" in kvq(*chosen, "--against", "squat").stderr
 
 
 @pytest.mark.parametrize("format", ["table", "csv", "markdown", "latex"])
