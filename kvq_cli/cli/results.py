@@ -238,13 +238,13 @@ def _origins(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, i
 def _differences(
     out: Output, format: str, folder: Path, methods: Mapping[str, Mapping[str, Any]], baseline: str
 ) -> None:
-    from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, match_label
+    from kvq_cli.evaluation.paired import CAPTION, MARKS, difference_table, differences, match_label
 
     by_method = differences(folder, methods, baseline)
     if not any(by_method.values()):
         raise KvqError(f"{folder}: {baseline} and the other methods have no metric in common")
     base = match_label(baseline, methods)
-    out.note(f"differences to {base}: {CAPTION}; * where that excludes zero")
+    out.note(f"differences to {base}: {CAPTION}; {MARKS}")
     _print(out, format, *difference_table(by_method))
     rows = {label: {name: asdict(one) for name, one in row.items()} for label, row in by_method.items()}
     out.result({"baseline": base, "methods": rows})

@@ -10,13 +10,13 @@ from typing import Any
 
 from kvq_cli.evaluation.tabulate import Table
 
-_LATEX_ESCAPES = {letter: f"\\{letter}" for letter in "_%&#${}"} | {"±": r"$\pm$", "\n": " "}
+_LATEX_ESCAPES = {letter: f"\\{letter}" for letter in "_%&#${}"} | {"±": r"$\pm$", "†": r"$\dagger$", "\n": " "}
 _NAMED = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
 _LATEX_ESCAPES |= {letter: f"\\text{name}{{}}" for letter, name in _NAMED.items()}
 _MARKDOWN = re.compile(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)")  # an underscore inside a word is no emphasis
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 #: Cells of `paired.interval`, which begin with a sign.
-_INTERVAL = re.compile(r"[-+\d.e]+ \[[-+\d.e]+, [-+\d.e]+\]( \*)?")
+_INTERVAL = re.compile(r"[-+\d.e]+ \[[-+\d.e]+, [-+\d.e]+\]( [*†])?")
 
 
 class Formatted(str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvq_cli.evaluation.tabulate import is_fraction
 from kvq_cli.extras import install_command
 
 CONFIDENCE = 0.95
+MARKS = "* where the interval excludes zero, † where that holds for all methods together (Holm)"
 CAPTION = "On the same samples, with 95 % confidence intervals; losses and KL in nats per token, scores in percent"
 
 
@@ -21,18 +22,28 @@ CAPTION = "On the same samples, with 95 % confidence intervals; losses and KL in
 class Difference:
     """Mean difference between a method and the baseline over the `samples` samples that both have.
 
-    low, high: 95 % confidence interval (Student's t); None for a single sample.
+    low, high: 95 % confidence interval (Student's t); None for a single sample. p: of the paired t-test, two-sided.
+    holm: p corrected for the number of methods that one metric compares with the baseline (Holm, 1979); None for one.
     """
 
     mean: float
     low: float | None
     high: float | None
     samples: int
+    p: float | None = None
+    holm: float | None = None
 
     @property
     def differs(self) -> bool:
         """Whether the confidence interval excludes zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    @property
+    def mark(self) -> str:
+        """`†` if the methods differ also after Holm's correction, `*` if the interval alone excludes zero."""
+        if self.holm is not None and self.holm < 1 - CONFIDENCE:
+            return "†"
+        return "*" if self.differs else ""
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -40,8 +51,31 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
     mean, error = mean_and_stderr([a - b for a, b in zip(first, second, strict=True)])
     if error is None:
         return Difference(mean, None, None, len(first))
-    half = student_t(len(first) - 1) * error
-    return Difference(mean, mean - half, mean + half, len(first))
+    freedom = len(first) - 1
+    half = student_t(freedom) * error
+    return Difference(mean, mean - half, mean + half, len(first), _p_value(mean, error, freedom))
+
+
+def _p_value(mean: float, error: float, degrees_of_freedom: int) -> float:
+    from scipy.stats import t
+
+    if error == 0:
+        return float(mean == 0)
+    return float(2 * t.sf(abs(mean) / error, degrees_of_freedom))
+
+
+def with_holm(differences: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Return one metric's differences of several methods to one baseline with p corrected for their number.
+
+    The smallest p is multiplied by the number of methods, the next by one less, and so on; none falls below the one
+    before it. With one method, or without p, they are as they were.
+    """
+    tested = sorted((one.p, label) for label, one in differences.items() if one.p is not None)
+    corrected, least = dict(differences), 0.0
+    for rank, (p, label) in enumerate(tested if len(tested) > 1 else []):
+        least = max(least, min(1.0, (len(tested) - rank) * p))
+        corrected[label] = replace(differences[label], holm=least)
+    return corrected
 
 
 def student_t(degrees_of_freedom: int, confidence: float = CONFIDENCE) -> float:
@@ -66,15 +100,16 @@ def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> 
     """
     base = match_label(baseline, methods)
     scores = {label: sample_scores(folder, methods, label) for label in methods}
-    return {
-        label: {
-            name: common_samples(values, scores[base][name])
-            for name, values in scores[label].items()
-            if scores[base].get(name, {}).keys() & values.keys()
+    found: dict[str, dict[str, Difference]] = {label: {} for label in methods if label != base}
+    for name in dict.fromkeys(name for label in found for name in scores[label]):
+        of_metric = {
+            label: common_samples(scores[label][name], scores[base][name])
+            for label in found
+            if scores[label].get(name, {}).keys() & scores[base].get(name, {}).keys()
         }
-        for label in methods
-        if label != base
-    }
+        for label, difference in with_holm(of_metric).items():
+            found[label][name] = difference
+    return found
 
 
 def difference_table(
@@ -88,11 +123,11 @@ def difference_table(
 
 
 def interval(difference: Difference) -> str:
-    """Format as `-0.012 [-0.020, -0.004] *`: mean, confidence interval, star if the interval excludes zero."""
+    """Format as `-0.012 [-0.020, -0.004] *`: mean, confidence interval, mark."""
     if difference.low is None or difference.high is None:
         return f"{difference.mean:+.4g}"
     low, high = f"{difference.low:+.4g}", f"{difference.high:+.4g}"
-    return f"{difference.mean:+.4g} [{low}, {high}]" + (" *" if difference.differs else "")
+    return f"{difference.mean:+.4g} [{low}, {high}] {difference.mark}".rstrip()
 
 
 def match_label(baseline: str, methods: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvq_cli.evaluation.formats import in_bold, markdown
 from kvq_cli.evaluation.leaders import LEADING, leaders
-from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval
+from kvq_cli.evaluation.paired import CAPTION, MARKS, difference_table, differences, interval
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_text
 from kvq_cli.papers.compact import compact_text, rounded
@@ -39,7 +39,7 @@ def write_report(target: Target, model: str, folder: Path) -> None:
     if target.pairs:
         write_text(folder / CLAIMS, markdown(*claims_table(target, folder, methods, table)) + "\n")
     if by_method:
-        parts += [f"## Differences to {baseline}", f"{CAPTION}.", markdown(*difference_table(by_method))]
+        parts += [f"## Differences to {baseline}", f"{CAPTION}; {MARKS}.", markdown(*difference_table(by_method))]
     write_text(folder / TABLE, "\n\n".join(part for part in parts if part) + "\n")
 
 

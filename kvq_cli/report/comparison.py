@@ -10,7 +10,7 @@ from typing import Any
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.leaders import LEADING, leaders
-from kvq_cli.evaluation.paired import CAPTION, Difference, differences, interval, match_label
+from kvq_cli.evaluation.paired import CAPTION, MARKS, Difference, differences, interval, match_label
 from kvq_cli.evaluation.plot import lines_by_method
 from kvq_cli.evaluation.ruler.tasks import RULER, TASKS
 from kvq_cli.evaluation.runs import samples
@@ -193,7 +193,7 @@ def _differences(found: ResultFolder, baseline: str | None) -> Iterator[Section]
         [label, *(_interval(row[name]) if name in row else Cell("") for name in names)]
         for label, row in by_method.items()
     ]
-    note = f"{CAPTION}; a star where that excludes zero. Negative: lower than {base}."
+    note = f"{CAPTION}; {MARKS}. Negative: lower than {base}."
     yield (
         f"{title} to {base}",
         join(tag("p", note, class_="note"), _forest(by_method, names, base), table(columns, rows)),

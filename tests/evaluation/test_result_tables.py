@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.paired import differences, paired, student_t
+from kvq_cli.evaluation.paired import differences, paired, student_t, with_holm
 from kvq_cli.evaluation.tabulate import tabulate
 
 
@@ -73,6 +73,23 @@ def test_differences_are_paired():
     assert (found.high - found.low) / 2 == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
     assert not found.differs and paired([2, 3, 4], [1, 2, 3.1]).differs
     assert paired([1.0], [2.0]).low is None
+
+
+def test_p_values_are_those_of_the_paired_t_test_corrected_for_the_number_of_methods():
+    from scipy.stats import ttest_rel
+
+    samples = {"a": [1.1, 2.2, 3.3], "b": [1.2, 2.21, 3.2], "c": [2.0, 3.01, 4.0], "d": [1.0, 2.0, 3.0]}
+    base = [1.0, 2.0, 3.0]
+    found = {label: paired(scores, base) for label, scores in samples.items()}
+    p = {label: ttest_rel(samples[label], base).pvalue for label in "abc"}
+    assert {label: found[label].p for label in "abc"} == pytest.approx(p) and found["d"].p == 1
+    corrected = with_holm(found)
+    # c has the least p of four, b that of the other three, a that of two
+    assert corrected["c"].holm == pytest.approx(4 * p["c"]) and corrected["c"].mark == "†"
+    assert corrected["b"].holm == pytest.approx(3 * p["b"]) and corrected["b"].mark == "†"
+    assert corrected["a"].holm == pytest.approx(2 * p["a"]) and corrected["a"].mark == "" and corrected["d"].holm == 1
+    assert with_holm({"c": found["c"]})["c"].holm is None and found["c"].mark == "*"
+    assert paired([1.0], [2.0]).p is None
 
 
 def test_best_values_exclude_the_uncompressed_cache(folder):
