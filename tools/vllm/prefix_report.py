@@ -6,7 +6,8 @@
 Each text gives a prompt and the tokens after it. One engine computes all of the prompt; every other engine stores the
 prompts, loads them, and computes the distribution of each next token after those before it. `KL` is from the first
 engine's distributions, in nats a token, and from those with blocks stored as they are, with the share of tokens whose
-likeliest one is the same. Times to the first token are the least of `--rounds` rounds, a mean over prompts, on the
+likeliest one is the same. Each engine also answers greedily: `alike` are the tokens before the first that differs, a
+mean over prompts. Times to the first token are the least of `--rounds` rounds, a mean over prompts, on the
 clock and of the CPU, which other programs do not lengthen; files are in the operating system's cache by then. On a
 machine without a GPU, set KVQ_VLLM_CPU=1: FlexAttention then runs in PyTorch.
 """
@@ -34,7 +35,7 @@ from kvq_cli.vllm.prefix_store.settings import RAW, StoreSettings
 
 #: Without a store.
 COMPUTED = "nothing: computed"
-COLUMNS = ("stored", "bytes", "fewer", "seconds", "of CPU", "KL", "same", "KL to raw", "same")
+COLUMNS = ("stored", "bytes", "fewer", "seconds", "of CPU", "KL", "same", "alike", "KL to raw", "same", "alike")
 
 
 class Prompt(NamedTuple):
@@ -46,11 +47,13 @@ class Prompt(NamedTuple):
 
 class Found(NamedTuple):
     """nbytes: of the smallest file, which has codes, where any has; 0: there is none. seconds: to the first token,
-    on the clock and of the CPU. logs: of probabilities, float32 `[prompts, tokens, vocabulary]`."""
+    on the clock and of the CPU. logs: of probabilities, float32 `[prompts, tokens, vocabulary]`. answers: greedy ones,
+    int64 `[prompts, tokens]`."""
 
     nbytes: int
     seconds: tuple[float, float]
     logs: Tensor
+    answers: Tensor
 
 
 class Engine:
@@ -59,13 +62,14 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
-    def compute(self, tokens: list[int]) -> None:
-        """Compute the next token, where vLLM's own cache has nothing of the prompt."""
+    def compute(self, tokens: list[int], new: int = 1) -> list[int]:
+        """Compute `new` next tokens, greedily, where vLLM's own cache has nothing of the prompt."""
         from vllm import SamplingParams
 
         self._llm.reset_prefix_cache()
-        greedy = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._llm.generate([{"prompt_token_ids": tokens}], greedy, use_tqdm=False)
+        greedy = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        (answer,) = self._llm.generate([{"prompt_token_ids": tokens}], greedy, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
 
     def store(self, prompts: list[Prompt]) -> None:
         """Compute prompts, and wait until their blocks are written."""
@@ -124,7 +128,9 @@ def measure(engine: Engine, prompts: list[Prompt], rounds: int, nbytes: int = 0)
     """nbytes: as in `Found`."""
     times = torch.tensor([[engine.seconds(prompt.tokens) for _ in range(rounds)] for prompt in prompts])
     clock, cpu = times.amin(1).mean(0).tolist()
-    return Found(nbytes, (clock, cpu), torch.stack([engine.logs(prompt) for prompt in prompts]))
+    logs = torch.stack([engine.logs(prompt) for prompt in prompts])
+    answers = torch.tensor([engine.compute(prompt.tokens, len(prompt.following)) for prompt in prompts])
+    return Found(nbytes, (clock, cpu), logs, answers)
 
 
 def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
@@ -132,9 +138,10 @@ def row(title: str, found: Found, computed: Found, raw: Found) -> list[str]:
     fewer = f"{raw.nbytes / found.nbytes:.1f} times" if found.nbytes else ""
     nbytes = f"{found.nbytes:,}" if found.nbytes else ""
     cells = [title, nbytes, fewer, *(f"{seconds:.2f}" for seconds in found.seconds)]
-    for other in (computed.logs, raw.logs):
-        same = (found.logs.argmax(-1) == other.argmax(-1)).float().mean().item()
-        cells += [f"{divergence(other, found.logs):.4f}", f"{100 * same:.1f} %"]
+    for other in (computed, raw):
+        same = (found.logs.argmax(-1) == other.logs.argmax(-1)).float().mean().item()
+        alike = (found.answers == other.answers).int().cumprod(-1).sum(-1).float().mean().item()
+        cells += [f"{divergence(other.logs, found.logs):.4f}", f"{100 * same:.1f} %", f"{alike:.1f}"]
     return cells
 
 
