@@ -23,7 +23,9 @@ Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the st
 Dataset = Annotated[
     str,
     typer.Option(
-        "--dataset", metavar="NAME", help="Text to analyze: prose, pydoc, self, wikitext2, c4, ptb or a text file."
+        "--dataset",
+        metavar="NAME",
+        help="Text to analyze: prose, pydoc, self, wikitext2, c4, ptb or a file (.txt, .jsonl[:FIELD]).",
     ),
 ]
 Samples = Annotated[int | None, typer.Option("--samples", min=1, help="Number of text windows (default: the study's).")]

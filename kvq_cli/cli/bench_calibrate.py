@@ -25,7 +25,9 @@ from kvq_cli.files import check_writable
 Dataset = Annotated[
     str,
     bench_option(
-        "--dataset", metavar="NAME", help="Calibration text: prose, pydoc, self, wikitext2, c4, ptb or a text file."
+        "--dataset",
+        metavar="NAME",
+        help="Calibration text: prose, pydoc, self, wikitext2, c4, ptb or a file (.txt, .jsonl[:FIELD]).",
     ),
 ]
 Samples = Annotated[int, bench_option("--samples", min=2, help="Number of text windows.")]

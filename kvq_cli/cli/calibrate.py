@@ -35,7 +35,7 @@ Dataset = Annotated[
     data_option(
         "--dataset",
         metavar="NAME",
-        help="Calibration text: prose, pydoc, self (offline), wikitext2, c4, ptb or a text file.",
+        help="Calibration text: prose, pydoc, self (offline), wikitext2, c4, ptb or a file (.txt, .jsonl[:FIELD]).",
     ),
 ]
 Samples = Annotated[

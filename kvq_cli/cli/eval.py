@@ -78,7 +78,8 @@ Datasets = Annotated[
     _samples(
         "--dataset",
         metavar="NAME,...",
-        help="Perplexity, drift: prose, pydoc, wikitext2, c4, ptb or text files (perplexity: or self); of several, "
+        help="Perplexity, drift: prose, pydoc, wikitext2, c4, ptb or files (.txt, .jsonl[:FIELD]; perplexity: "
+        "or self); of several, "
         "each and their mean.",
     ),
 ]

@@ -1,8 +1,8 @@
 """Load text by dataset name, and cut it into token windows for calibration and perplexity.
 
-Datasets: `wikitext2`, `c4` and `ptb`, from the Hub or a local copy; the built-in `prose` and `pydoc`; or a file.
-Each has two splits, `calibration` and `evaluation`, that share no text (a file gives the same text for
-both). The dataset `self` is text sampled from the model: `sampled_windows` gives its tokens.
+Datasets: `wikitext2`, `c4` and `ptb`, from the Hub or a local copy; the built-in `prose` and `pydoc`; or a file,
+with rows also `FILE:FIELD`. Each has two splits, `calibration` and `evaluation`, that share no text (a file gives the
+same text for both). The dataset `self` is text sampled from the model: `sampled_windows` gives its tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SELF = "self"
+#: Field of a row that holds its text, and the files with rows: `FILE:FIELD` names another field.
+TEXT_FIELD, _WITH_FIELDS = "text", (".jsonl", ".parquet")
 SPLITS = reference.SPLITS
 C4_SAMPLES = 256
 """Windows of C4 that GPTQ and KVQuant measure perplexity on."""
@@ -46,8 +48,8 @@ def load_text(name: str, split: str, data_dir: Path | None = None) -> str:
     if name == SELF:  # needs a model
         raise _unknown(name)
     check_dataset(name)
-    path = Path(name)
-    text = _from_file(path)
+    path, field = _file_and_field(name)
+    text = _from_file(path, field)
     if not text.strip():
         raise KvqError(f"{path} contains no text")
     return text
@@ -94,7 +96,7 @@ def document_windows(
 
 def file_digest(dataset: str) -> str | None:
     """The sha256 of a text file, which its path does not tell; None for a dataset with a name."""
-    path = Path(dataset)
+    path, _ = _file_and_field(dataset)
     if dataset in dataset_names() or not path.is_file():
         return None
     with open(path, "rb") as file:
@@ -102,8 +104,11 @@ def file_digest(dataset: str) -> str | None:
 
 
 def text_name(dataset: str) -> str:
-    """The name of a dataset in tables: of a file, its name without extensions."""
-    return Path(dataset).name.split(".")[0] if Path(dataset).is_file() else dataset
+    """The name of a dataset in tables: of a file, its name without extensions, and its field."""
+    path, field = _file_and_field(dataset)
+    if not path.is_file():
+        return dataset
+    return path.name.split(".")[0] + ("" if field == TEXT_FIELD else f"_{field}")
 
 
 def dataset_names() -> tuple[str, ...]:
@@ -113,8 +118,21 @@ def dataset_names() -> tuple[str, ...]:
 
 def check_dataset(name: str) -> None:
     """Raise UsageError for a name that is neither a dataset nor a file."""
-    if name not in dataset_names() and not Path(name).is_file():
+    if name in dataset_names():
+        return
+    path, field = _file_and_field(name)
+    if not path.is_file():
         raise _unknown(name)
+    if field != TEXT_FIELD and file_format(path) not in _WITH_FIELDS:
+        raise UsageError(f"{name}: only {' and '.join(_WITH_FIELDS)} files have fields, such as {field!r}")
+
+
+def _file_and_field(name: str) -> tuple[Path, str]:
+    """The file of `FILE` or `FILE:FIELD`, and the field of its rows that holds text."""
+    before, _, field = name.rpartition(":")
+    if field and not Path(name).is_file() and Path(before).is_file():
+        return Path(before), field
+    return Path(name), TEXT_FIELD
 
 
 def _unknown(name: str) -> UsageError:
@@ -231,8 +249,8 @@ def _excerpt(text: str, characters: int, seed: int | None) -> str:
 _BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc": reference.pydoc}
 
 
-def _from_file(path: Path) -> str:
-    """The field `text` of JSON lines and Parquet files; other files are plain text. .xz and .gz are decompressed."""
-    if file_format(path) in (".jsonl", ".parquet"):
-        return "\n\n".join(row["text"] for row in read_rows(path, "text"))
+def _from_file(path: Path, field: str) -> str:
+    """A field of JSON lines and Parquet files; other files are plain text. .xz and .gz are decompressed."""
+    if file_format(path) in _WITH_FIELDS:
+        return "\n\n".join(row[field] for row in read_rows(path, field))
     return read_text(path)

@@ -12,11 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq_cli.data.texts import (
     C4_SAMPLES,
+    check_dataset,
     dataset_names,
     document_windows,
     evaluation_windows,
+    file_digest,
     load_text,
     sampled_windows,
+    text_name,
     token_windows,
 )
 from kvq_cli.errors import KvqError, UsageError
@@ -190,6 +193,23 @@ def test_text_and_json_lines_files(tmp_path):
     assert load_text(str(plain), "calibration") == load_text(str(packed), "evaluation") == "one\ntwo"
     for name in ("rows.jsonl", "rows.jsonl.gz"):
         assert load_text(str(tmp_path / name), "calibration") == "one\n\ntwo"
+
+
+def test_a_field_of_rows_is_named_behind_the_file(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "one", "text": "x"}) + "\n" + json.dumps({"question": "two"}))
+    named = f"{rows}:question"
+    assert load_text(named, "calibration") == "one\n\ntwo"
+    assert file_digest(named) == file_digest(str(rows)) and text_name(named) == "rows_question"
+    with pytest.raises(KvqError, match='rows.jsonl, line 2: not a JSON object with the field "text"'):
+        load_text(str(rows), "calibration")
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(UsageError, match=r"a.txt:question: only .jsonl and .parquet files have fields"):
+        check_dataset(f"{tmp_path}/a.txt:question")
+    with pytest.raises(UsageError, match="no dataset"):
+        check_dataset(f"{tmp_path}/none.jsonl:question")
+    (tmp_path / "odd:name.txt").write_text("odd")
+    assert load_text(f"{tmp_path}/odd:name.txt", "calibration") == "odd"
 
 
 def test_parquet_files(tmp_path):
