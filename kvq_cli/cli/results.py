@@ -72,6 +72,15 @@ Columns = Annotated[
     typer.Option("--columns", metavar="TITLE,...", help="Print these columns only, in this order, by their titles."),
     _means,
 ]
+Calibrations = Annotated[
+    bool,
+    typer.Option(
+        "--calibrations",
+        help="Print means over artifacts of the same method, ± their standard deviation: what another seed or text of "
+        "the calibration changes.",
+    ),
+    _means,
+]
 Transpose = Annotated[bool, typer.Option("--transpose", help="Print one column per method."), _means]
 
 
@@ -84,6 +93,7 @@ def results(
     against: Annotated[Against, _shown] = None,
     plot: Annotated[Plot, _shown] = None,
     columns: Columns = None,
+    calibrations: Calibrations = False,
     transpose: Transpose = False,
     as_json: Json = False,
 ) -> None:
@@ -94,7 +104,7 @@ def results(
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: use one of them")
     with reading(f"{folder}: not results of kvq", "run the evaluation again"):
-        _print_results(out, format, folder, run, runs, baseline, against, plot, columns, transpose)
+        _print_results(out, format, folder, run, runs, baseline, against, plot, columns, calibrations, transpose)
 
 
 def _print_results(
@@ -107,6 +117,7 @@ def _print_results(
     against: str | None,
     plot: Path | None,
     columns: str | None,
+    calibrations: bool,
     transpose: bool,
 ) -> None:
     from kvq_cli.evaluation.runs import load_runs, shown_results
@@ -126,20 +137,15 @@ def _print_results(
         out.note(f"left out: {label}: {error}")
     if shown.others:
         out.note(f"with other tasks or settings: run {', '.join(map(str, shown.others))}; --runs lists all")
+    chosen = None if columns is None else names(columns, "--columns")
     if baseline is not None:
         _differences(out, format, folder, methods, baseline)
     elif against is not None:
         _against(out, format, methods, against)
+    elif calibrations:
+        _calibrations(out, format, methods, chosen, transpose)
     else:
-        _table(
-            out,
-            format,
-            folder,
-            methods,
-            shown.failed,
-            None if columns is None else names(columns, "--columns"),
-            transpose,
-        )
+        _table(out, format, folder, methods, shown.failed, chosen, transpose)
 
 
 def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> None:
@@ -225,6 +231,26 @@ def _table(
     counts = {label: one["n-samples"] for label, one in methods.items()}
     columns = [asdict(column) for column in table.columns]
     out.result({"columns": columns, "rows": rows, "runs": runs, "n-samples": counts, "failed": dict(failed)})
+
+
+def _calibrations(
+    out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], chosen: Sequence[str] | None, transpose: bool
+) -> None:
+    from kvq_cli.evaluation.calibrations import COUNT, over_calibrations
+
+    table = over_calibrations(methods)
+    if chosen is not None:
+        table = table.only([*chosen, COUNT.title])
+    lines = [table.titles, *table.cells()]
+    if transpose:
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    out.note("± standard deviation between calibrations; a row without it has one calibration, or none")
+    _print(out, format, lines[0], lines[1:])
+    rows = {
+        label: {column.title: asdict(entry) for column, entry in zip(table.columns, row, strict=True)}
+        for label, row in table.rows.items()
+    }
+    out.result({"columns": [asdict(column) for column in table.columns], "rows": rows})
 
 
 def _origins(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, int | None]] | None:
