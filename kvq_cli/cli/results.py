@@ -46,6 +46,14 @@ Against = Annotated[
     ),
 ]
 
+With = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--with",
+        metavar="DIR",
+        help="Add the methods of another result folder, of the same model, tasks and settings. May be repeated.",
+    ),
+]
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Plot scores over measured bits into a .png, .pdf or .svg file."),
@@ -86,6 +94,7 @@ Transpose = Annotated[bool, typer.Option("--transpose", help="Print one column p
 
 def results(
     folder: Folder,
+    with_: Annotated[With, _shown] = None,
     run: Annotated[RunNumber, _shown] = None,
     runs: Runs = False,
     format: Format = "table",
@@ -104,13 +113,16 @@ def results(
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: use one of them")
     with reading(f"{folder}: not results of kvq", "run the evaluation again"):
-        _print_results(out, format, folder, run, runs, baseline, against, plot, columns, calibrations, transpose)
+        _print_results(
+            out, format, folder, with_ or [], run, runs, baseline, against, plot, columns, calibrations, transpose
+        )
 
 
 def _print_results(
     out: Output,
     format: str,
     folder: Path,
+    others: Sequence[Path],
     run: int | None,
     runs: bool,
     baseline: str | None,
@@ -120,12 +132,13 @@ def _print_results(
     calibrations: bool,
     transpose: bool,
 ) -> None:
+    from kvq_cli.evaluation.merged import merged
     from kvq_cli.evaluation.runs import load_runs, shown_results
 
     shown = shown_results(folder, run)
     if runs:
         return _runs(out, format, load_runs(folder), folder)
-    methods = shown.methods
+    methods = merged(folder, shown.methods, others)
     if plot is not None:
         from kvq_cli.evaluation.plot import plot_comparison
 

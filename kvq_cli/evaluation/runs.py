@@ -227,13 +227,20 @@ def _has_more(path: Path, document: Mapping[str, Any]) -> bool:
 
 
 def _settings(document: Mapping[str, Any]) -> str:
-    """Digest of what all methods of a run share, and what their samples depend on. Documents of earlier versions lack
-    `results`, `weights` or `resume_keys`: they are not taken for results of this one."""
+    return digest(settings(document))
+
+
+def settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What all methods of a run share, and what their samples depend on. Documents of earlier versions lack `results`,
+    `weights` or `resume_keys`: they are not taken for results of this one."""
     config = document["config"]
     named = {"model": "model_args", "weights": "weights", "results": "results", "prompts": "resume_keys"}
     key = {name: config.get(value) for name, value in named.items()}
-    key |= {"tasks": document.get("configs"), "versions": document.get("versions"), "kvq": document.get("kvq_version")}
-    return digest(key)
+    return key | {
+        "tasks": document.get("configs"),
+        "versions": document.get("versions"),
+        "kvq": document.get("kvq_version"),
+    }
 
 
 def _computed(document: Mapping[str, Any]) -> str:

@@ -289,3 +289,24 @@ def test_two_runs_at_once_share_the_samples(tmp_path):
         assert [each.id for each in records] == runs
         for each in records:
             assert without_run({"methods": dict(each.methods)})["methods"] == results["methods"]
+
+
+def test_methods_of_another_folder_stand_beside_those_of_this_one(loaded, tmp_path, kvq, fails):
+    def run(folder, chosen, **changes):
+        settings = EvaluationSettings(**{"tasks": ["perplexity"], "seqlen": 96, "limit": 3, **changes})
+        evaluate(loaded, compared_methods(chosen), settings, tmp_path / folder)
+
+    run("a", [build("fp16"), KIVI[32]])
+    run("b", [build("fp16"), KIVI[64], build("turboquant", bits=2)])
+    run("c", [KIVI[32]], seqlen=64)
+    found = kvq("results", tmp_path / "a", "--with", tmp_path / "b", "--baseline", "turboquant-2bit", "--json")
+    rows = json.loads(found.stdout)["methods"]
+    assert list(rows) == ["fp16", "kivi-2bit", "kivi-2bit (b)"]
+    together = kvq("results", tmp_path / "b", "--baseline", "turboquant-2bit", "--json")
+    assert rows["kivi-2bit (b)"]["perplexity-96 KL"]["mean"] == pytest.approx(
+        json.loads(together.stdout)["methods"]["kivi-2bit"]["perplexity-96 KL"]["mean"]
+    )
+    table = kvq("results", tmp_path / "a", "--with", tmp_path / "b", "--format", "csv").stdout.splitlines()
+    assert [line.split(",")[0] for line in table] == ["method", "fp16", "kivi-2bit", "kivi-2bit (b)", "turboquant-2bit"]
+    said = f"--with {tmp_path / 'c'}: another prompts, tasks than {tmp_path / 'a'} has: not the same samples"
+    fails("results", tmp_path / "a", "--with", tmp_path / "c", code=2, says=said)
