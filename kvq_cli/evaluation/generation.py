@@ -1,4 +1,4 @@
-"""Greedy generation for a batch of prompts with a compressed cache."""
+"""Generate answers to a batch of prompts with a compressed cache, greedily or sampled."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvq_cli.attention.attach import Attached
     from kvq_cli.cache.cache import CompressedCache
     from kvq_cli.cache.report import CacheReport
+    from kvq_cli.evaluation.sampling import RowSampler
     from kvq_cli.models import LoadedModel
 
 #: Settings of a generation config that apply to sampling, with the values that change nothing.
@@ -31,7 +32,7 @@ SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetitio
 
 
 @dataclass(frozen=True)
-class GreedyAnswer:
+class Answer:
     """text: without special tokens, cut at the first stop string; tokens: number of generated tokens."""
 
     text: str
@@ -45,11 +46,13 @@ def generate_answers(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     stop_strings: Sequence[str] = (),
-) -> tuple[list[GreedyAnswer], CacheReport]:
-    """Continue each prompt greedily until a stop token, a stop string or `max_new_tokens`.
+    sampler: RowSampler | None = None,
+) -> tuple[list[Answer], CacheReport]:
+    """Continue each prompt until a stop token, a stop string or `max_new_tokens`.
 
-    Each token is the most probable one: penalties and other options of the model's generation config do not apply. On a
-    CPU, where each row of a batch costs time, the row of a finished answer leaves it at once.
+    Each token is the most probable one, or that of `sampler`, which has a row per prompt: penalties and other options
+    of the model's generation config do not apply. On a CPU, where each row of a batch costs time, the row of a finished
+    answer leaves it at once.
     prompts: token ids of any lengths; they are padded on the left. Returns the answers and the cache's report, which
     counts each row as it was when it left.
     """
@@ -60,16 +63,18 @@ def generate_answers(
     # Neighbouring rows of equal length are computed together.
     rows = torch.tensor(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
     batch = [prompts[row] for row in rows]
+    if sampler is not None:
+        sampler.reorder(rows.tolist())
     longest = len(batch[-1])
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=model.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch], device=model.device)
     length = longest + max_new_tokens
     cache = attached.new_cache(length)
-    answers: dict[int, GreedyAnswer] = {}
+    answers: dict[int, Answer] = {}
     left: list[CacheReport] = []
     while True:
         ended = _Ended(tokenizer, stops, stop_strings, ids, longest, model.device.type == "cpu")
-        ids = _generate(model, ids, mask, cache, length, pad, ended)
+        ids = _generate(model, ids, mask, cache, length, pad, ended, sampler)
         stay = ~ended.rows.cpu() & (ids.shape[1] < length)
         for row in (~stay).nonzero().flatten().tolist():
             answers[int(rows[row])] = _cut_answer(tokenizer, ids[row, longest:].tolist(), stops, stop_strings)
@@ -80,19 +85,31 @@ def generate_answers(
         leaving.batch_select_indices(~stay)
         left.append(attached.report(leaving))
         cache.batch_select_indices(stay)
+        if sampler is not None:
+            sampler.reorder(stay.nonzero().flatten().tolist())
         ids, rows, mask = ids[stay.to(ids.device)], rows[stay], mask[stay.to(mask.device)]
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
 
 
 def _generate(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: CompressedCache, length: int, pad: int, ended: _Ended
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    cache: CompressedCache,
+    length: int,
+    pad: int,
+    ended: _Ended,
+    sampler: RowSampler | None,
 ) -> Tensor:
     """`ids` `[rows, tokens]` continued up to `length` tokens, or until `ended` ends all rows."""
-    from transformers import StoppingCriteriaList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     settings: dict[str, Any] = {"max_new_tokens": length - ids.shape[1], "do_sample": False, "pad_token_id": pad}
     settings["eos_token_id"] = ended.stops or None
-    return continue_ids(model, ids, mask, cache, settings, stopping_criteria=StoppingCriteriaList([ended]))
+    arguments: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([ended])}
+    if sampler is not None:
+        arguments["logits_processor"] = LogitsProcessorList([sampler])
+    return continue_ids(model, ids, mask, cache, settings, **arguments)
 
 
 def continue_ids(
@@ -183,7 +200,7 @@ class _Ended:
         return torch.tensor([any(stop in text for stop in self._stop_strings) for text in texts], device=ids.device)
 
 
-def _cut_answer(tokenizer: Any, row: list[int], stops: list[int], stop_strings: Sequence[str]) -> GreedyAnswer:
+def _cut_answer(tokenizer: Any, row: list[int], stops: list[int], stop_strings: Sequence[str]) -> Answer:
     """Decode the new tokens of a row up to its first stop token or stop string."""
     tokens = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -192,7 +209,7 @@ def _cut_answer(tokenizer: Any, row: list[int], stops: list[int], stop_strings: 
         text = text.split(stop, 1)[0]
     if text != whole:  # tokens behind the stop string are padding
         tokens = next(n for n in range(1, tokens + 1) if any(stop in decode(row[:n]) for stop in stop_strings))
-    return GreedyAnswer(text, tokens)
+    return Answer(text, tokens)
 
 
 @contextmanager

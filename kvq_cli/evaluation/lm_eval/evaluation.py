@@ -26,13 +26,14 @@ from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
 from kvq_cli.evaluation.generation import prompt_key
 from kvq_cli.evaluation.lm_eval.model import (
     AttachedLM,
-    check_greedy,
+    check_generation,
     max_prompt_tokens,
     mean_cache_record,
     stop_strings,
 )
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
 from kvq_cli.evaluation.lm_eval.tasks import seeded, silence
+from kvq_cli.evaluation.sampling import Sampling
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -139,7 +140,7 @@ class LmEvalEvaluation(Evaluation):
     def _check(self) -> None:
         if self._task.OUTPUT_TYPE == "generate_until":
             generation = self._task.config.generation_kwargs or {}
-            check_greedy(self.task, generation)
+            check_generation(self.task, generation)
             max_prompt_tokens(generation, self.length, self._options.get("new_tokens"))
 
     def _build(self, loaded: LoadedModel, seed: int, chat: bool) -> list[list[Instance]]:
@@ -183,7 +184,9 @@ class LmEvalEvaluation(Evaluation):
         for unit in self.units(pending):
             prompts = SharedPrompts([attached[label] for label in unit])
             for label, indices in unit.items():
-                model = AttachedLM(loaded, attached[label], batch_size=self.batch_size, **self._options)
+                model = AttachedLM(
+                    loaded, attached[label], batch_size=self.batch_size, seed=self.config["seed"], **self._options
+                )
                 with prompts.used_by(attached[label]), named_failure(label):
                     records = self._batch(model, indices)
                 yield label, records
@@ -191,16 +194,16 @@ class LmEvalEvaluation(Evaluation):
     def _batch(self, model: AttachedLM, indices: Sequence[int]) -> list[Record]:
         requests = [request for index in indices for request in self._requests[index]]
         model.cache_records.clear()
-        responses: dict[int, Any] = {}
+        responses: dict[int, list[Any]] = {}
         for kind in dict.fromkeys(request.request_type for request in requests):
-            of_kind = [request for request in requests if request.request_type == kind]
+            of_kind = [each for each in requests if each.request_type == kind for _ in range(_answers(each))]
             for request, response in zip(of_kind, getattr(model, kind)(of_kind, disable_tqdm=True), strict=True):
-                responses[id(request)] = response
+                responses.setdefault(id(request), []).append(response)
         cache = mean_cache_record(model.cache_records)
         return [self._record(model, index, responses, cache) for index in indices]
 
     def _record(
-        self, model: AttachedLM, index: int, responses: Mapping[int, Any], cache: Mapping[str, float]
+        self, model: AttachedLM, index: int, responses: Mapping[int, list[Any]], cache: Mapping[str, float]
     ) -> Record:
         requests = self._requests[index]
         own_responses = [responses[id(request)] for request in requests]
@@ -211,7 +214,7 @@ class LmEvalEvaluation(Evaluation):
             "index": index,
             "score": first,
             "scores": scores,
-            "responses": own_responses,
+            "responses": [each[0] if len(each) == 1 else each for each in own_responses],
             "prompt_tokens": max(tokens for tokens, _ in lengths),
             "truncated_tokens": max(truncated for _, truncated in lengths),
             "prompt_sha256": sha256(
@@ -220,12 +223,16 @@ class LmEvalEvaluation(Evaluation):
             "cache": cache,
         }
 
-    def _scores(self, index: int, responses: Sequence[Any]) -> dict[str, Any]:
-        """Scores of a sample's responses by `metric,filter`. KvqError if the task cannot score them."""
+    def _scores(self, index: int, responses: Sequence[list[Any]]) -> dict[str, Any]:
+        """Scores of a sample's responses by `metric,filter`. KvqError if the task cannot score them.
+
+        responses: of each request, its repeats where they are sampled, else one.
+        """
         requests = self._requests[index]
         for request, response in zip(requests, responses, strict=True):
-            # Repeated greedy answers are identical: generate once.
-            request.resps, request.filtered_resps = [response] * (request.repeats or 1), {}
+            # Repeated greedy answers are identical: generated once.
+            request.resps = response if len(response) > 1 else response * (request.repeats or 1)
+            request.filtered_resps = {}
         scores: dict[str, Any] = {}
         try:
             with silence():
@@ -249,6 +256,12 @@ class LmEvalEvaluation(Evaluation):
             # No standard error for other aggregations: lm-eval would draw 100,000 bootstrap samples.
             metrics[f"{metric}_stderr,{filter_name}"] = mean_and_stderr(values)[1] if aggregate is mean else None
         return metrics
+
+
+def _answers(request: Instance) -> int:
+    """How many answers a request asks for: greedy ones are all the same."""
+    sampled = request.request_type == "generate_until" and Sampling.of(request.args[1]) is not None
+    return (request.repeats or 1) if sampled else 1
 
 
 def _text(request: Instance) -> str:

@@ -6,6 +6,7 @@ scored as decoded behind it (`scoring`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +21,7 @@ from kvq_cli.evaluation.base import cache_record, mean_packed_bits
 from kvq_cli.evaluation.chat_template import chat_prompt, encode_prompt
 from kvq_cli.evaluation.divergence import rows_per_chunk
 from kvq_cli.evaluation.generation import generate_answers
+from kvq_cli.evaluation.sampling import SAMPLING_OPTIONS, Sampling
 from kvq_cli.evaluation.scoring import continuation_logits, prompt_and_decoded
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ TRUNCATIONS = ("left", "middle")
 DEFAULT_NEW_TOKENS = 256
 """Maximum answer length of tasks that define none; lm-eval's own default."""
 _MAX_NEW_TOKENS_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_GREEDY_OPTIONS = {"do_sample", "temperature", "top_p", "top_k", "min_p", "until", *_MAX_NEW_TOKENS_OPTIONS}
+_OPTIONS = {*SAMPLING_OPTIONS, "until", *_MAX_NEW_TOKENS_OPTIONS}
 
 
 class AttachedLM(TemplateLM):
@@ -45,6 +47,7 @@ class AttachedLM(TemplateLM):
     max_length:    maximum tokens of prompt and answer (default: the model's context length).
     truncation:    where longer prompts lose tokens, "left" (as in lm-eval) or "middle" (as in LongBench).
     new_tokens:    overrides the tasks' maximum answer length.
+    seed:          of answers of tasks that sample them.
     cache_records: `(cache record, rows)` of each batch since the list was last cleared.
     """
 
@@ -57,6 +60,7 @@ class AttachedLM(TemplateLM):
         max_length: int | None = None,
         truncation: str = "left",
         new_tokens: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if truncation not in TRUNCATIONS:
@@ -67,7 +71,7 @@ class AttachedLM(TemplateLM):
             )
         self.loaded, self.attached, self.tokenizer = loaded, attached, loaded.tokenizer
         self.batch_size, self.max_length = batch_size, max_length or loaded.context
-        self.truncation, self.new_tokens = truncation, new_tokens
+        self.truncation, self.new_tokens, self.seed = truncation, new_tokens, seed
         self._device = loaded.model.device
         self.cache_records: list[tuple[dict[str, float], int]] = []
 
@@ -149,19 +153,20 @@ class AttachedLM(TemplateLM):
     # -- generation --------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, cut at the task's stop strings."""
-        prompts = [self._prompt(*request.args) for request in requests]
-        same_options: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        """Answers, cut at the task's stop strings; sampled where the task's options say so, repeated requests anew."""
+        prompts, names = [self._prompt(*request.args) for request in requests], _answer_names(requests)
+        same_options: dict[tuple[int, tuple[str, ...], Sampling | None], list[int]] = {}
         for index, request in enumerate(requests):
             options = request.args[1]
-            key = max_new_tokens(options, self.new_tokens), tuple(stop_strings(options))
+            key = max_new_tokens(options, self.new_tokens), tuple(stop_strings(options)), Sampling.of(options)
             same_options.setdefault(key, []).append(index)
         texts: dict[int, str] = {}
-        for (new_tokens, stops), indices in same_options.items():
+        for (new_tokens, stops, sampling), indices in same_options.items():
             indices.sort(key=lambda index: -len(prompts[index]))
             for batch in _batches(indices, self.batch_size):
                 ids = [prompts[index] for index in batch]
-                answers, report = generate_answers(self.loaded, self.attached, ids, new_tokens, stops)
+                sampler = sampling and sampling.sampler([f"{self.seed} {names[index]}" for index in batch])
+                answers, report = generate_answers(self.loaded, self.attached, ids, new_tokens, stops, sampler)
                 self._keep_record(report, len(batch))
                 for index, answer in zip(batch, answers, strict=True):
                     texts[index] = answer.text
@@ -169,7 +174,7 @@ class AttachedLM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _prompt(self, text: str, options: Mapping[str, Any]) -> list[int]:
-        check_greedy("the task", options)
+        check_generation("the task", options)
         tokens, longest = self.tok_encode(text), self._max_prompt_tokens(options)
         if len(tokens) <= longest:
             return tokens
@@ -200,13 +205,22 @@ def max_prompt_tokens(options: Mapping[str, Any], max_length: int, new_tokens: i
     return left
 
 
-def check_greedy(task: str, options: Mapping[str, Any]) -> None:
-    """UsageError for a task that samples its answers: differences between methods would be random."""
-    if options.get("do_sample") or (options.get("do_sample") is None and float(options.get("temperature") or 0) > 0):
-        raise UsageError(f"{task} samples its answers (do_sample): kvq compares greedy answers only")
+def check_generation(task: str, options: Mapping[str, Any]) -> None:
+    """UsageError for an option of generation that changes answers in a way that kvq does not compute."""
     for name in options:
-        if name not in _GREEDY_OPTIONS:
+        if name not in _OPTIONS:
             raise UsageError(f"{task} generates with {name}, which kvq does not support")
+
+
+def _answer_names(requests: Sequence[Instance]) -> list[str]:
+    """Names of a request's answers, equal for all methods and batches: document, prompt, and which repeat it is."""
+    seen: Counter[str] = Counter()
+    names = []
+    for request in requests:
+        name = f"{request.doc_id} {request.args[0]}"
+        names.append(f"{seen[name]} {name}")
+        seen[name] += 1
+    return names
 
 
 def mean_cache_record(records: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:

@@ -72,6 +72,31 @@ def test_records_have_scores_and_compressed_bytes(whole):
         assert all(one["cache"]["compressed"] > 30 for one in packed)
 
 
+def test_a_task_that_samples_has_its_repeats(run, tasks, tmp_path):
+    """pass@1 over three sampled answers a document, also of a run that is resumed with other samples in its batches."""
+    path = tmp_path / "sampled" / "sums.yaml"
+    path.parent.mkdir()
+    text = (
+        Path(tasks["sums"])
+        .read_text()
+        .replace("do_sample: false, temperature: 0.0", "do_sample: true, temperature: 0.9")
+    )
+    filters = text.index("filter_list:")
+    path.write_text(text[:filters] + "repeats: 3\n" + text[text.index("metric_list:") :])
+
+    def start(out, **changes):
+        return run(tmp_path / out, tasks=[f"lm_eval:{path}"], **changes)["methods"]
+
+    start("whole", limit=4, batch_size=4)
+    start("parts", limit=1)
+    start("parts", limit=4)
+    start("seed", limit=2, seed=1)
+    whole, parts, other = (records(tmp_path / out, "fp16", "sums") for out in ("whole", "parts", "seed"))
+    assert all(len(one["responses"][0]) == len(set(one["responses"][0])) == 3 for one in whole)
+    assert [one["responses"] for one in whole] == [one["responses"] for one in parts]
+    assert all(a["responses"] != b["responses"] for a, b in zip(whole, other, strict=False))
+
+
 def test_options_that_tasks_do_not_read_are_announced(run, tmp_path):
     given = {"num_fewshot": 1, "truncation": "middle", "max_new_tokens": 4, "max_length": 512, "limit": 1}
     notes, after = [], []

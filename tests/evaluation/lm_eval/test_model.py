@@ -169,7 +169,7 @@ def test_answers_are_greedy_and_end_at_stop_strings(loaded):
 def test_long_prompts_are_truncated_left_or_in_the_middle(loaded, monkeypatch, truncation, head):
     seen = []
 
-    def watch(loaded, attached, prompts, budget, stops=()):
+    def watch(loaded, attached, prompts, budget, stops=(), sampler=None):
         seen.extend(prompts)
         raise KeyboardInterrupt
 
@@ -184,10 +184,21 @@ def test_long_prompts_are_truncated_left_or_in_the_middle(loaded, monkeypatch, t
         assert model.prompt_tokens(asked[0]) == (len(ids), len(ids) - 50)
 
 
-def test_sampling_and_too_long_answers_are_refused(loaded):
+def test_sampled_answers_depend_on_the_seed_the_document_and_the_repeat_alone(loaded):
+    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_gen_toks": 12}
+    asked = requests("generate_until", [(TEXT[:500], options), (TEXT[600:900], options)])
+    repeated = [asked[0], asked[0], asked[1]]
+    together, _ = run(loaded, EXACT, "generate_until", repeated, batch_size=3)
+    alone, _ = run(loaded, EXACT, "generate_until", repeated)
+    other, _ = run(loaded, EXACT, "generate_until", repeated, seed=1)
+    greedy, _ = run(loaded, EXACT, "generate_until", requests("generate_until", [(TEXT[:500], {"max_gen_toks": 12})]))
+    assert together == alone and len({*alone[:2], *other[:2], *greedy}) == 5
+    nearly, _ = run(loaded, build("kivi", bits=8), "generate_until", repeated)
+    assert nearly == alone  # the same noise: another token needs other probabilities
+
+
+def test_unknown_options_and_too_long_answers_are_refused(loaded):
     for options, message in (
-        ({"do_sample": True, "temperature": 0.7}, "samples its answers"),
-        ({"temperature": 0.7}, "samples its answers"),
         ({"num_beams": 4}, "num_beams"),
         ({"max_gen_toks": 4096}, "no room for a prompt in 2048"),
     ):
