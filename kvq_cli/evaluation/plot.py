@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.base import PERPLEXITY
+from kvq_cli.evaluation.base import DRIFT, PERPLEXITY
 from kvq_cli.evaluation.ruler.tasks import RULER
 from kvq_cli.evaluation.tabulate import EXACT, longest_cache
 from kvq_cli.figures import new_figure, save
@@ -19,28 +19,38 @@ TICKS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of the figure. score: the value of a method's result document, None if it has none."""
+    """One plot of the figure. score: the value of a method's result document, None if it has none; error: its standard
+    error, None if it has none, or one of texts that differ far more than methods do (perplexity)."""
 
     label: str
     score: Callable[[Mapping[str, Any]], float | None]
+    error: Callable[[Mapping[str, Any]], float | None] = lambda result: None
     log: bool = True
+
+    def bar(self, result: Mapping[str, Any]) -> tuple[float, float] | None:
+        """The ends of a bar of one standard error to each side, above zero on a logarithmic axis."""
+        score, error = self.score(result), self.error(result)
+        if score is None or error is None:
+            return None
+        return max(score - error, score / 10) if self.log else score - error, score + error
 
 
 def plot_comparison(
     document: Mapping[str, Any], path: Path, only: Sequence[Panel] | None = None, *, bold: str | None = None
 ) -> None:
-    """Plot perplexity, KL divergence and mean RULER score, as far as evaluated, over measured bits per number.
+    """Plot perplexity, KL divergence, that of drift, and mean RULER score, as far as evaluated, over measured bits per
+    number, with standard errors.
 
     document: a comparison as `kvq eval --compare` writes it. only: draw these panels; None: `PANELS`. A line joins
-    results that differ in bits alone. bold: draw lines of this method thick and black. KvqError if there is neither
-    perplexity nor RULER to draw.
+    results that differ in bits alone. bold: draw lines of this method thick and black. KvqError if there is nothing to
+    draw.
     """
     methods = document["methods"]
     lines = {name: [methods[label] for label in labels] for name, labels in lines_by_method(methods).items()}
     shown = PANELS if only is None else only
     panels = [panel for panel in shown if any(panel.score(result) is not None for result in methods.values())]
     if not panels:
-        raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity or ruler")
+        raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity, drift or ruler")
     figure = new_figure(1 + 5 * len(panels), 5.5)
     from matplotlib.lines import Line2D
 
@@ -54,6 +64,10 @@ def plot_comparison(
             if points := sorted((bits, score) for bits, score in scores if score is not None):
                 axis.plot(*zip(*points, strict=True), label=name, **styles[name])
                 drawn.add(name)
+            bars = [(measured_bits(result), bar) for result in results if (bar := panel.bar(result)) is not None]
+            if bars:
+                places, ends = zip(*bars, strict=True)
+                axis.vlines(places, *zip(*ends, strict=True), color=styles[name]["color"], lw=1, alpha=0.6)
         axis.set_ylabel(panel.label)
         axis.set_xlabel("measured bits per cached number")
         axis.set_xscale("log", base=2)
@@ -107,6 +121,20 @@ def divergence(result: Mapping[str, Any]) -> float | None:
     return metrics["kl,none"]
 
 
+def _divergence_error(result: Mapping[str, Any]) -> float | None:
+    return result["results"].get(PERPLEXITY, {}).get("kl_stderr,none")
+
+
+def _drift(result: Mapping[str, Any]) -> float | None:
+    metrics = result["results"].get(DRIFT)
+    exact = result["config"]["method"]["name"] == EXACT
+    return None if exact or not metrics or metrics["kl,none"] <= 0 else metrics["kl,none"]
+
+
+def _drift_error(result: Mapping[str, Any]) -> float | None:
+    return result["results"].get(DRIFT, {}).get("kl_stderr,none")
+
+
 def ruler_mean(result: Mapping[str, Any]) -> float | None:
     """Mean score of RULER's tasks in percent, over all lengths; None without them."""
     lengths = {key.removesuffix(",none"): value for key, value in result["results"].get(RULER, {}).items()}
@@ -114,9 +142,10 @@ def ruler_mean(result: Mapping[str, Any]) -> float | None:
     return 100 * sum(scores) / len(scores) if scores else None
 
 
-DIVERGENCE = Panel("KL divergence to the uncompressed model", divergence)
+DIVERGENCE = Panel("KL divergence to the uncompressed model", divergence, _divergence_error)
 PANELS = (
     Panel("perplexity", _perplexity),
     DIVERGENCE,
+    Panel("KL divergence over long answers (drift)", _drift, _drift_error),
     Panel("RULER, mean of the tasks (%)", ruler_mean, log=False),
 )

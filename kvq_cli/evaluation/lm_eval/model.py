@@ -165,7 +165,8 @@ class AttachedLM(TemplateLM):
             indices.sort(key=lambda index: -len(prompts[index]))
             for batch in _batches(indices, self.batch_size):
                 ids = [prompts[index] for index in batch]
-                sampler = sampling and sampling.sampler([f"{self.seed} {names[index]}" for index in batch])
+                keys = [f"{self.seed} {names[index]}" for index in batch]
+                sampler = None if sampling is None else sampling.sampler(keys)
                 answers, report = generate_answers(self.loaded, self.attached, ids, new_tokens, stops, sampler)
                 self._keep_record(report, len(batch))
                 for index, answer in zip(batch, answers, strict=True):
