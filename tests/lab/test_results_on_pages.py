@@ -59,11 +59,3 @@ def test_every_comparison_has_a_page(claims_file):
     table = tabulate(json.loads((claims_file.parent / "comparison.json").read_text(encoding="utf-8"))["methods"])
     assert markdown(table.titles, table.cells()) in page
     assert claims_file.read_text(encoding="utf-8").strip() in page
-
-
-def test_ranks_follow_from_paired_intervals():
-    """Two methods that differ alike in all windows are ranked; one that is better in some of them is not."""
-    lower, higher, mixed = ([0.1, 0.2, 0.3], [0.2, 0.31, 0.4], [0.05, 0.9, 0.1])
-    rows = [comparison.Row(name, {}, windows) for name, windows in zip("abc", (lower, higher, mixed), strict=True)]
-    assert [comparison._rank(row, rows) for row in rows] == ["1-2", "2-3", "1-3"]
-    assert comparison._rank(comparison.Row("d", {}, []), rows) == ""
