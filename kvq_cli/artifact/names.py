@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
+#: Picture of a tuned artifact's card.
+TUNING_FILE = "tuning.png"
 
 
 def is_artifact(text: str | os.PathLike) -> bool:
