@@ -145,10 +145,10 @@ docs-check: .venv/.installed  ## Test the laboratory: generated pages, claims, g
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 
-# A folder's name says what is calibrated: METHOD-BITSbit-OPTION-VALUE.
-artifacts/reference/%/config.json: | .venv/.installed
-	@IFS=- read -r method bits option value <<< "$(subst xquant-cl,xquant_cl,$*)"
-	$(call kvq,calibrate --method $${method/_/-} $${bits:+--bits $${bits%bit}} $${option:+--set $$option=$$value} --resume)
+# The folders' names say what is calibrated: MODEL/METHOD-BITSbit-OPTION-VALUE.
+artifacts/%/config.json: | .venv/.installed
+	@IFS=- read -r method bits option value <<< "$(subst xquant-cl,xquant_cl,$(*F))"
+	$(call kvq,calibrate --model $(*D) --method $${method/_/-} $${bits:+--bits $${bits%bit}} $${option:+--set $$option=$$value} --resume)
 
 demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bits on the built-in model.
 	@$(call kvq,generate --file examples/needle.txt --artifact $(DEMO_ARTIFACT) --max-new-tokens 24)
@@ -223,8 +223,8 @@ site: .venv/.installed  ## Build the documentation as a site of static files in 
 	@$(BIN)/python -m lab.pages.site build/site
 	echo "written: build/site/index.html"
 
-session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
-	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m lab.pages.session
+session: artifacts/smollm2/klt-2bit/config.json  ## Record docs/session.svg: a chat with SmolLM2, and its /compare, in a terminal.
+	@PYTHONPATH=tests/support $(BIN)/python -m lab.pages.session
 
 bench: results/bench/generate.json  ## Measure prefill and decoding beside transformers' caches.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvq_cli.methods.registry import build
     from kvq_cli.models import LoadedModel, load_model
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 #: Raise it with every change of what a finished sample or captured activations hold: older ones are then made again.
 RESULTS = 2
 __all__ = [

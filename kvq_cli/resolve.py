@@ -32,7 +32,7 @@ def named(text: str | os.PathLike, model: PreTrainedModel, own: str | None = Non
     from kvq_cli.methods.registry import build
     from kvq_cli.models import model_name, model_shape
 
-    name, options = _parsed(os.fspath(text))
+    name, options = _parsed(text)
     if is_artifact(text) or is_artifact(name):
         return _load(Path(name)).with_options(options)
     method, own = build(name, **options), model_name(model) if own is None else own
@@ -143,11 +143,14 @@ def resolve_compared(
     return resolved
 
 
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+def _parsed(text: str | os.PathLike) -> tuple[str, dict[str, Any]]:
     """A method, or an artifact's folder or id, and options of its own. UsageError for an empty name."""
+    from kvq_cli.artifact import is_artifact
     from kvq_cli.methods.registry import parse
 
-    name, options = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
+    name = os.fspath(text)
+    is_folder = is_artifact(text) and (Path(name) / "config.json").is_file()
+    name, options = (name, {}) if is_folder else parse(name)
     if not name.strip():
         raise UsageError(f"{text!r} names nothing: give a method, or the folder or id of an artifact")
     return name, options

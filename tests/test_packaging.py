@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from kvq_cli import __version__
 from kvq_cli.attention.attach import TOO_NEW
 
 ROOT = Path(__file__).parents[1]
@@ -147,3 +148,10 @@ def test_commands_that_the_readme_shows_exist(kvq):
 def test_the_first_version_of_transformers_that_is_refused_is_not_installed():
     (bound,) = (line for line in PROJECT["project"]["dependencies"] if normal(line) == "transformers")
     assert bound.endswith(f",<{'.'.join(map(str, TOO_NEW))}")
+
+
+def test_the_citation_is_of_this_version():
+    cited = dict(re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    released = dict(re.findall(r"^## v(\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE))
+    assert cited["version"] == __version__
+    assert released.get(__version__, cited["date-released"]) == cited["date-released"]

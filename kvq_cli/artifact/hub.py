@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.artifact.names import CARD_FILE, CONFIG_FILE, TENSOR_FILE, is_artifact_file
+from kvq_cli.artifact.names import CARD_FILE, CONFIG_FILE, TENSOR_FILE, TUNING_FILE, is_artifact_file
 from kvq_cli.errors import KvqError, UsageError, reason
 
 #: Patterns of the files of `is_artifact_file`.
@@ -95,7 +95,7 @@ def push(folder: Path, repo: str, *, private: bool = False, replace: bool = Fals
                 folder_path=folder,
                 allow_patterns=_FILES,
                 ignore_patterns=["*/*"],
-                delete_patterns=["*.png"],
+                delete_patterns=[TUNING_FILE],  # others are not of kvq
                 commit_message=message,
                 parent_commit=info.sha,
             )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq_cli.artifact.errors import method_of
+from kvq_cli.artifact.names import TUNING_FILE
 
 
 def card(config: Mapping[str, Any], command: str) -> str:
@@ -94,9 +95,9 @@ def _tuning(tuning: Mapping[str, Any]) -> list[str]:
         f"on {tuning['windows']} windows of {tuning['seqlen']} tokens of each of {', '.join(tuning['text'])}, of which "
         "the second half is scored. These windows chose the configuration: on other text its KL may be higher.",
         "",
-        "![KL over bits, and bits of each layer](tuning.png)",
+        f"![KL over bits, and bits of each layer]({TUNING_FILE})",
         "",
-        "| tried | bits | KL |",
+        "| tried | packed bits | KL |",
         "|---|---|---|",
         *(
             f"| {one['step']}{' (chosen)' if index == chosen else ''} | {one['bits']:.3f} | {one['kl']:.5f} |"

@@ -140,7 +140,7 @@ def plan(
         if one.blocks is not None:
             rows[-1] += [f"{one.blocks:,} x {one.block_tokens}", f"{one.bits:.2f}"]
     columns = ["method", "cache", "with weights", "fits", f"longest context x {batch}", f"largest batch x {context:,}"]
-    columns += ["blocks x tokens", "bits a number"] if engine is Engine.vllm else []
+    columns += ["blocks x tokens", "packed bits"] if engine is Engine.vllm else []
     where = memory or f"{human_bytes(total)} of {gpu}"
     where += f" on each of {ranks} ranks" if ranks > 1 else ""
     title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(weights)}"

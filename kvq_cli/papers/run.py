@@ -46,6 +46,8 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
     current = current_record(target, model)
     current["artifacts"] = {**record.get("artifacts", {}), **current["artifacts"]}
     record = {"files": current["files"], **record}  # records of earlier versions name no files
+    if "results" in record:  # says when numbers change; of a fixed command, kvq's version alone can
+        record["kvq"] = __version__
     if not target.result(model, root).is_file():
         return PARTLY
     if record == current:

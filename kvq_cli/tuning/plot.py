@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.artifact.names import TUNING_FILE
 from kvq_cli.figures import integer_ticks, new_figure, save
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import from_config
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def pictures(config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The picture of a tuned artifact's card, `tuning.png`."""
+    """The picture of a tuned artifact's card."""
     data = BytesIO()
     _figure(config).savefig(data, format="png", dpi=110, metadata={"Software": None})
-    return {"tuning.png": data.getvalue()}
+    return {TUNING_FILE: data.getvalue()}
 
 
 def plot_tuning(config: Mapping[str, Any], path: Path) -> None:

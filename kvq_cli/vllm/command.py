@@ -64,8 +64,8 @@ class ServePlan:
         dtype = self.shape.dtype
         text = (
             f"a block: {layout.block_size} tokens in {layout.page_bytes:,} bytes a layer; {per_token:,.0f} bytes a "
-            f"token, {layout.bits(self.shape):.2f} bits a number, {plain / per_token:.2f} times fewer than {plain:,} "
-            f"in {dtype}"
+            f"token, {layout.bits(self.shape):.2f} packed bits per number, {plain / per_token:.2f} times fewer than "
+            f"{plain:,} in {dtype}"
         )
         if self.ranks > 1:
             text = f"each of {self.ranks} ranks has {self.shape.kv_heads} kv heads; {text}"

@@ -138,6 +138,17 @@ def test_files_in_folders_are_neither_pushed_nor_deleted(hub, artifact, kvq):
     assert repository.files["docs/photo.png"] == b"own"
 
 
+def test_the_cards_picture_alone_is_deleted(hub, artifact, kvq):
+    artifact()
+    Path("mine-2/tuning.png").write_bytes(b"of the tuned artifact")
+    assert kvq("push", "mine-2", "user/repo").exit_code == 0
+    repository = hub.repositories["user/repo"]
+    repository.commit({**repository.files, "photo.png": b"own"}, "a picture")
+    Path("mine-2/tuning.png").unlink()
+    assert kvq("push", "mine-2", "user/repo", "--force").exit_code == 0
+    assert repository.files["photo.png"] == b"own" and "tuning.png" not in repository.files
+
+
 def test_nothing_private_is_pushed_to_a_public_repository(hub, pushed):
     hub.repositories["user/repo"] = repository = Repository()
     refused = pushed(2, "--private")

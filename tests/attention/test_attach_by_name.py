@@ -15,6 +15,7 @@ from kvq_cli.artifact import is_artifact, save_artifact
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model, model_name
+from kvq_cli.resolve import resolve_compared
 
 KIVI = "kivi-2bit:group=8:residual=16"
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -66,15 +67,17 @@ def test_artifacts_are_named_by_folder_or_by_the_models_own():
         attach(model, "temporalkv-4bit")
 
 
-def test_a_methods_name_is_not_that_of_a_folder():
+@pytest.mark.parametrize("folder", ["kivi", "kivi-2bit"])
+def test_a_methods_name_is_not_that_of_a_folder(folder):
     model = tiny_model()
-    save_artifact("kivi", *random_parts(build("temporalkv", bits=2), model), "card")
-    for name in ("./kivi", Path("kivi")):
+    save_artifact(folder, *random_parts(build("temporalkv", bits=2), model), "card")
+    for name in (f"./{folder}", f"./{folder}:sinks=3", Path(folder)):
         with attach(model, name) as kv:
-            assert same(kv, "temporalkv", bits=2), name
-    with attach(model, "kivi:group=8:residual=16") as kv:
-        assert kv.method.name == "kivi"
-    assert not is_artifact("kivi") and is_artifact("./kivi")
+            assert kv.method.name == "temporalkv" and kv.method.bits == 2, name
+    with attach(model, f"{folder}:group=8:residual=16") as kv:
+        assert same(kv, "kivi", bits=2, group=8, residual=16)
+    assert not is_artifact(folder) and is_artifact(f"./{folder}")
+    assert [method.name for method in resolve_compared("reference", [folder])] == ["kivi"]
     Path("config.json").write_text("{}")
     for name in ("", ":sinks=3"):
         with pytest.raises(UsageError, match="names nothing: give a method, or the folder"):

@@ -33,9 +33,8 @@ def test_a_result_without_versions_is_of_an_earlier_one(finished):
     [
         lambda m: m.setattr(inputs, "RESULTS", inputs.RESULTS + 1),
         lambda m: m.setattr(PerplexityEvaluation, "version", 99),
-        lambda m: m.setattr(run, "__version__", "99"),
     ],
-    ids=["results", "evaluation", "kvq"],
+    ids=["results", "evaluation"],
 )
 def test_a_new_version_makes_a_result_an_older_one(finished, monkeypatch, change):
     entry = target("perplexity-innerq")
@@ -46,6 +45,15 @@ def test_a_new_version_makes_a_result_an_older_one(finished, monkeypatch, change
         change(changed)
         assert state(entry, REFERENCE, root) == OLDER
     assert state(entry, REFERENCE, root) == DONE
+
+
+def test_a_release_makes_results_of_fixed_commands_alone_older_ones(finished, monkeypatch):
+    """What evaluations and calibrations compute has versions of its own, by which committed results stay current."""
+    entry, fixed = target("perplexity-innerq"), target("sizes-papers")
+    finished(entry)
+    root = finished(fixed)
+    monkeypatch.setattr(run, "__version__", "99")
+    assert (state(entry, REFERENCE, root), state(fixed, REFERENCE, root)) == (DONE, OLDER)
 
 
 @pytest.mark.parametrize(
