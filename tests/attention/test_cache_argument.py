@@ -74,7 +74,8 @@ def no_old_names(monkeypatch):
         yield
 
 
-def test_kvq_uses_the_installed_name(tiny, no_old_names):
+@pytest.mark.usefixtures("no_old_names")
+def test_kvq_uses_the_installed_name(tiny):
     """Wherever it passes a cache or reads one from an output."""
     model, mask, options = tiny("llama", num_hidden_layers=1), torch.ones_like(IDS), {**OPTIONS, "max_new_tokens": 4}
     assert continued(model, IDS, 44, lambda logits: logits.argmax(-1, keepdim=True)).shape == (1, 44)
