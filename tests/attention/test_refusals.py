@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 
@@ -118,10 +119,10 @@ def test_decoding_beyond_the_context_is_said_once(tiny, probe, prompt, recwarn):
     model, (ids, _) = tiny("llama", max_position_embeddings=32), prompt(32)
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(cache))
         assert not recwarn.list
         for _ in range(3):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **cache_argument(cache))
     assert [str(one.message) for one in recwarn.list] == [
         "decoding beyond the model's context of 32 tokens: it was not trained for longer ones"
     ]
