@@ -41,10 +41,14 @@ OLDEST_TESTS := $(addprefix tests/,attention data $(addprefix cache/test_,saved_
 	$(addprefix calibration/test_,capture.py pipeline.py) \
 	$(addprefix cli/test_,app.py bad_input.py generate.py options.py terminal_width.py) \
 	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
+# Of these, what depends on transformers most: models, hooks, its `generate`, and text that a model continues.
+NEWEST_TESTS := $(addprefix tests/,$(addprefix attention/test_,attach.py cache_argument.py cache_in_use.py capture_points.py \
+	drafts.py generate.py hybrid_models.py model_families.py models.py refusals.py) cli/test_generate.py \
+	data/test_texts.py evaluation/test_generation.py)
 
 .PHONY: help demo test lint docs docs-check artifacts list repro repro-fast reproduction site smollm2 compare comparison beyond \
-	newest gemma settings bench pages session test-all test-changed test-oldest test-vllm gpu gpu-test gpu-bench gpu-tune \
-	gpu-growth gpu-pack gpu-unpack gpu-memory clean
+	newest gemma settings bench pages session test-all test-changed test-oldest test-newest test-vllm gpu gpu-test gpu-bench \
+	gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -73,6 +77,14 @@ install := tools/install.sh
 	@tools/gpu/environment.sh $(@D)
 	$(@D)/bin/python tools/oldest.py datasets faiss > $(@D)/requirements.txt
 	$(install) $(@D) -r $(@D)/requirements.txt accelerate==1.12 allpairspy click hypothesis pytest pytest-xdist scipy==1.14
+	touch $@
+
+# The newest versions that the package index offers when it is made: remove the folder for newer ones. PyTorch's are those
+# of .venv, whose build is chosen for this machine.
+.venv/newest/.installed: pyproject.toml constraints.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -E '^(torch|triton)==' constraints.txt > $(@D)/constraints.txt
+	$(install) $(@D) -c $(@D)/constraints.txt -e '.[datasets,faiss]' accelerate allpairspy hypothesis pytest pytest-xdist scipy
 	touch $@
 
 # vLLM's own environment: its packages are older than those of .venv. PyTorch comes first, since the wheel pins the CUDA
@@ -109,13 +121,16 @@ test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of 
 test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers and typer
 	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
+test-newest: .venv/newest/.installed  # a selection of these, with the newest versions
+	@$(call pytest,.venv/newest/bin) -m "not slow" $(NEWEST_TESTS)
+
 test-changed: .venv/.installed  # the long suites whose sources have changed since they passed
 	@$(call changed,slow,$(slow))
 	$(call changed,launches,$(launches))
 	$(call changed,gpu,$(gpu_commands))
 	$(call changed,vllm,$(vllm))
 
-test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supported versions.
+test-all: .venv/.installed  ## Run all tests, also with vLLM, and the oldest and newest versions.
 	@$(PYTEST) -m "not slow" $(TESTS)
 	$(families)
 	$(VERIFIED) record families
@@ -127,7 +142,7 @@ test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supp
 	$(VERIFIED) record gpu
 	$(vllm)
 	$(VERIFIED) record vllm
-	$(MAKE) --no-print-directory test-oldest docs-check
+	$(MAKE) --no-print-directory test-oldest test-newest docs-check
 
 lint: .venv/.installed  ## Check style, types, spelling, unused code and which package imports which.
 	@$(BIN)/ruff check .

@@ -10,7 +10,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from kvq_cli import __version__
-from kvq_cli.attention.attach import TOO_NEW
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -143,11 +142,6 @@ def test_commands_that_the_readme_shows_exist(kvq):
         assert usage.exit_code == 0, line
         for flag in (word for word in words if word.startswith("--")):
             assert flag in usage.stdout, f"{line}: no {flag}"
-
-
-def test_the_first_version_of_transformers_that_is_refused_is_not_installed():
-    (bound,) = (line for line in PROJECT["project"]["dependencies"] if normal(line) == "transformers")
-    assert bound.endswith(f",<{'.'.join(map(str, TOO_NEW))}")
 
 
 def test_the_citation_is_of_this_version():

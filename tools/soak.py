@@ -26,6 +26,7 @@ from kvq_cli.benchmarking.synthetic import artifact_tensors, random_artifact
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import report
 from kvq_cli.cache.rows import Rows
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model
 
@@ -64,13 +65,13 @@ def soak(name: str, tokens: int, checkpoints: int = 5) -> list[Checkpoint]:
             until_next = every - done % every
             size = CHUNK if until_next > TIMED + CHUNK else max(1, until_next - TIMED)
             if until_next > TIMED:
-                loaded.model(ids[:, done : done + size], past_key_values=cache, logits_to_keep=1)
+                loaded.model(ids[:, done : done + size], **cache_argument(cache), logits_to_keep=1)
                 done += size
                 continue
             steps = []
             for _ in range(TIMED):
                 started = time.process_time()
-                loaded.model(ids[:, done : done + 1], past_key_values=cache)
+                loaded.model(ids[:, done : done + 1], **cache_argument(cache))
                 steps.append(time.process_time() - started)
                 done += 1
             counted, held = account(method, loaded.shape, done), cache.report()

@@ -9,14 +9,12 @@ or the end of a `with` block, undoes everything.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,7 +40,8 @@ from kvq_cli.cache.rematerialize import Rematerialize
 from kvq_cli.cache.report import CacheReport
 from kvq_cli.cache.saved_cache import LayerShape, Origin, SavedCache
 from kvq_cli.cache.states import HybridLayer, own_layers
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.cache_argument import cache_argument, without_cache
+from kvq_cli.errors import UsageError
 from kvq_cli.layer_kinds import has_states, layer_kinds
 from kvq_cli.methods.base import LayerPlan, Method
 from kvq_cli.methods.registry import from_config, to_config
@@ -51,8 +50,6 @@ from kvq_cli.offload import compute_devices
 from kvq_cli.resolve import named
 
 PREFILLS = ("exact", "compressed")
-#: The first version of transformers that passes caches as `cache` instead of `past_key_values`.
-TOO_NEW = (5, 24)
 #: The attribute of a decoder that holds what was attached to it last.
 _NEWEST = "kvq_attached"
 
@@ -135,7 +132,7 @@ class Attached(AbstractContextManager["Attached"]):
             raise UsageError("this model has no generate()" if self._undo else "this attach() is closed: attach again")
         if not takes_new_cache(self.model, args, kwargs):
             return self._generate(*args, **kwargs)
-        output = self._generate(*args, **{**kwargs, "past_key_values": self.new_cache()})
+        output = self._generate(*args, **{**without_cache(kwargs), **cache_argument(self.new_cache())})
         self.check_steps()
         return output
 
@@ -250,7 +247,6 @@ def attach(
     Raises UsageError where the model, the method's options or the artifact do not fit each other, KvqError where the
     artifact is missing, damaged or cannot be downloaded.
     """
-    _check_transformers()
     if prefill not in PREFILLS:
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
     check_backend(backend)
@@ -289,17 +285,6 @@ def attach(
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
         attached.install(graphs, undo)
     return attached
-
-
-def _check_transformers() -> None:
-    """Raise KvqError for a version of transformers that passes caches under another name."""
-    found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
-    if found is not None and (int(found[1]), int(found[2])) >= TOO_NEW:
-        below = ".".join(map(str, TOO_NEW))
-        raise KvqError(
-            f"transformers {transformers.__version__} passes caches in a way that kvq does not know: "
-            f"pip install 'transformers<{below}'"
-        )
 
 
 def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, list[LayerPlan]]:

@@ -29,6 +29,7 @@ from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.rows import Forward, would_sync
+from kvq_cli.cache_argument import passed_cache
 from kvq_cli.errors import KvqError, NotFiniteError, UsageError
 from kvq_cli.layer_kinds import has_chunks
 from kvq_cli.methods.base import LayerPlan
@@ -143,7 +144,7 @@ class AttentionHooks:
         """Describe the pass and make the contexts, if the cache passed to the decoder is one of this attach."""
         self.forget_pass()
         kwargs = _named(decoder, args, kwargs)
-        cache = kwargs.get("past_key_values")
+        cache = passed_cache(kwargs)
         inputs = kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
         if inputs is None or not self.owns(cache):
@@ -180,7 +181,7 @@ class AttentionHooks:
         """
         config = getattr(self._decoder, "config", None)
         original = getattr(config, "original_max_position_embeddings", None)
-        if original is None or self.newest is None or kwargs.get("past_key_values") is not None or inputs is None:
+        if original is None or self.newest is None or passed_cache(kwargs) is not None or inputs is None:
             return
         mask = kwargs.get("attention_mask")
         tokens = max(inputs.shape[1], mask.shape[-1] if isinstance(mask, Tensor) else 0)
@@ -206,7 +207,7 @@ class AttentionHooks:
         token. Decode steps on a GPU do not wait for the answer: `check_steps` gives it.
         """
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or not logits.numel() or not self.owns(kwargs.get("past_key_values")):
+        if not isinstance(logits, Tensor) or not logits.numel() or not self.owns(passed_cache(kwargs)):
             return
         wrong = ~logits.detach().amax(dim=-1).isfinite().all()
         if would_sync(logits.device, logits.shape[1]):
@@ -228,7 +229,7 @@ class AttentionHooks:
             context = self._context(layer.module)
             if context is not None and not context.computed:
                 raise KvqError(f"{layer.name} did not compute its attention with kvq: was its implementation changed?")
-        cache = _named(decoder, args, kwargs).get("past_key_values")
+        cache = passed_cache(_named(decoder, args, kwargs))
         if self.owns(cache):
             cache.unfinished = False
         self.forget_pass()

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.rotary import Rotation, find_rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.errors import KvqError, UsageError, reason
 from kvq_cli.layer_kinds import has_states, layer_kinds
 from kvq_cli.methods.base import ModelShape
@@ -250,7 +251,7 @@ def _probe(model: PreTrainedModel, tokens: int) -> dict[int, Probe]:
             undo.callback(setattr, each, "gradient_checkpointing", True)
             each.gradient_checkpointing = False
         try:
-            decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
+            decoder(inputs_embeds=embeds, **cache_argument(cache), use_cache=True)
         except (ValueError, TypeError, AttributeError, KeyError) as error:  # as of a layer without a cache
             why = reason(error)
             message = f"{type(model).__name__} does not run with a key-value cache from outside: {why}"

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.attention.attention_hooks import AttentionHooks
+from kvq_cli.cache_argument import passed_cache
 from kvq_cli.errors import UsageError
 from kvq_cli.layer_kinds import recurrent_layer
 from kvq_cli.models import text_config
@@ -52,7 +53,7 @@ class Drafts:
     ) -> tuple[tuple, dict[str, Any]] | None:
         """Announce the drafted tokens of a pass. Where a prompt comes before them, compute that now, and leave the
         drafted tokens to the pass."""
-        cache = kwargs.get("past_key_values")
+        cache = passed_cache(kwargs)
         if not self._hooks.owns(cache) or not cache.drafts:
             return None
         self._check_model()
@@ -96,7 +97,7 @@ class Drafts:
 
     def _after_forward(self, _model: PreTrainedModel, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Put the prompt's logits and hidden states before those of the drafted tokens. output: None after an error."""
-        cache = kwargs.get("past_key_values")
+        cache = passed_cache(kwargs)
         if not self._hooks.owns(cache) or not cache.drafts:
             return
         prompt, self._thread.prompt, cache.drafted = self._thread.prompt, None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvq_cli.cache_argument import cache_name, passed_cache
 from kvq_cli.errors import UsageError
 
 #: transformers itself takes this one, of older models' files, for the default.
@@ -19,7 +20,7 @@ def takes_new_cache(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping
 
     An assistant keeps transformers' cache, from which assisted generation takes back rejected tokens of any number.
     """
-    if kwargs.get("past_key_values") is not None:
+    if passed_cache(kwargs) is not None:
         return False
     configs = (kwargs.get("generation_config", args[1] if len(args) > 1 else None), model.generation_config)
 
@@ -32,6 +33,6 @@ def takes_new_cache(model: PreTrainedModel, args: Sequence[Any], kwargs: Mapping
     if (kind := setting("cache_implementation")) not in _DEFAULTS:
         raise UsageError(
             f"cache_implementation={kind!r}: an attached model generates with its compressed cache: leave the option "
-            "out, or pass a cache as past_key_values"
+            f"out, or pass a cache as {cache_name()}"
         )
     return True

@@ -30,6 +30,7 @@ from kvq_cli.attention.backend import ChosenBackend
 from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.modes import changes_stored_tensors
+from kvq_cli.cache_argument import cache_argument, passed_cache, without_cache
 from kvq_cli.errors import reason
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def captured_steps(
         nonlocal capturing
         if thread.steps is not None and not thread.steps.discard_stale():
             thread.steps = None
-        cache = kwargs.get("past_key_values")
+        cache = passed_cache(kwargs)
         if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
             hooks.check_adapters(cache)
             steps = thread.steps
@@ -119,7 +120,7 @@ def captured_steps(
                 capturing, thread.steps, logits = False, None, None
                 cache.backend = backend.summary = f"{summary}, steps not captured ({error})"
             if logits is not None:
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                return CausalLMOutputWithPast(logits=logits, **cache_argument(cache))
         return plain(input_ids, *args, **kwargs)
 
     with replaced_attribute(model, "forward", forward):
@@ -128,7 +129,7 @@ def captured_steps(
 
 def _is_step(ids: Tensor, cache: CompressedCache, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call adds one token to every row and asks for no more than logits."""
-    others = [value for name, value in kwargs.items() if name not in {*_SAME_STEP, "past_key_values"}]
+    others = [value for name, value in without_cache(kwargs).items() if name not in _SAME_STEP]
     asks_more = bool(args) or any(value is not None and value is not False for value in others)
     asks_more |= kwargs.get("return_dict") is False
     return ids.shape[1] == 1 and not asks_more and not torch.is_grad_enabled() and cache.can_capture()
@@ -216,7 +217,7 @@ class _Steps:
             logits = self._plain(
                 input_ids=self.ids,
                 position_ids=self._positions,
-                past_key_values=cache,
+                **cache_argument(cache),
                 use_cache=True,
                 logits_to_keep=1,
             ).logits

@@ -24,6 +24,7 @@ from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, layer
 from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.rows import Forward, Rows
+from kvq_cli.cache_argument import cache_argument, cache_name, passed_cache, without_cache
 from kvq_cli.models import model_shape
 
 #: Passes whose tensors would take more bytes are not recorded.
@@ -90,8 +91,7 @@ class SharedPrompts:
 
         @wraps(plain)
         def forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-            cache, inputs = kwargs.get("past_key_values"), {**kwargs, "input_ids": input_ids}
-            inputs.pop("past_key_values", None)
+            cache, inputs = passed_cache(kwargs), {**without_cache(kwargs), "input_ids": input_ids}
             unusual = args or torch.is_grad_enabled()
             if input_ids is not None and not unusual and attached.hooks.owns(cache) and cache.get_seq_length() == 0:
                 for recorded in self._recorded:
@@ -119,10 +119,10 @@ class SharedPrompts:
             for same in zip(*(each.layers for each in self._attached), strict=True)
         ]
         with _recording(layers, self._keeps_input, self._keeps_key) as passes:
-            output = plain(**inputs, past_key_values=cache)
+            output = plain(**inputs, **cache_argument(cache))
         forward = cache.compressed[0].forward
         # Hidden states and the like would not be given back: a caller that asks for them shares nothing.
-        if forward is not None and isinstance(output, ModelOutput) and set(output) == {"logits", "past_key_values"}:
+        if forward is not None and isinstance(output, ModelOutput) and set(output) == {"logits", cache_name()}:
             kept = type(output)(logits=output["logits"])  # without the first method's cache
             self._recorded.append(RecordedPass(inputs, kept, forward, cache.rows.copy(), passes))
         return output
@@ -180,7 +180,7 @@ def _replay(recorded: RecordedPass, attached: Attached, cache: CompressedCache) 
         cached.update(taken.key, taken.value)
         cached.absorb(taken.query)
         cached.release()
-    output = {**recorded.output, "logits": recorded.output["logits"].clone(), "past_key_values": cache}
+    output = {**recorded.output, "logits": recorded.output["logits"].clone(), **cache_argument(cache)}
     return type(recorded.output)(**output)
 
 

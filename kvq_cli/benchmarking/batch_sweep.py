@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedModel
 from kvq_cli.benchmarking.baselines import BenchmarkedCache, StepKind
 from kvq_cli.benchmarking.generate import synchronize
 from kvq_cli.benchmarking.machine import PeakMemory
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.errors import is_out_of_memory
 from kvq_cli.models import model_context, vocabulary
 
@@ -149,6 +150,6 @@ def _forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> float:
     """Run a forward pass and return its seconds."""
     synchronize(model)
     start = time.perf_counter()
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, **cache_argument(cache), use_cache=True, logits_to_keep=1)
     synchronize(model)
     return time.perf_counter() - start

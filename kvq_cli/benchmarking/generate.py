@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvq_cli.benchmarking.baselines import BenchmarkedCache
 from kvq_cli.benchmarking.machine import PeakMemory
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.errors import UsageError
 from kvq_cli.models import vocabulary
 
@@ -98,7 +99,7 @@ def _run(model: PreTrainedModel, benchmarked: BenchmarkedCache, ids: Tensor, con
         def forward(part: Tensor) -> float:
             synchronize(model)
             start = time.perf_counter()
-            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=part, **cache_argument(cache), use_cache=True, logits_to_keep=1)
             synchronize(model)
             return time.perf_counter() - start
 

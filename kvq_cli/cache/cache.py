@@ -219,6 +219,12 @@ class CompressedCache(Cache):
         self.drafts = True
         self._set_recording(True)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `generate` may take tokens back: drafted ones, for which `Drafts` allows. transformers 5.24 asks for
+        that after the first pass of assisted decoding; others, which `crop` may refuse, it is not to expect."""
+        return self.drafts
+
     def record(self, drafted: int) -> None:
         """Let layers that are not compressed keep what `crop` needs of the pass that follows, if it has `drafted`
         tokens, until that `crop`: of other passes, they would keep a token more each."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.capture_points import decoder_of
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.calibration.codebooks import rounded
 from kvq_cli.codecs.base import Codec, Prompt, PromptCodec, State
 from kvq_cli.codecs.hadamard import hadamard
@@ -83,7 +84,7 @@ class TextSums:
         """Run one text, `[tokens]`. KvqError names a layer whose numbers are not finite."""
         with torch.no_grad(), attach(self._model, _Reading(receive=self._receive, local="packed")) as kv:
             ids = tokens[None].to(self._model.device)
-            decoder_of(self._model)(input_ids=ids, past_key_values=kv.new_cache(), use_cache=True)
+            decoder_of(self._model)(input_ids=ids, **cache_argument(kv.new_cache()), use_cache=True)
 
     def _receive(self, layer: int, prompt: Prompt) -> None:
         sums, before = self._summed(layer, prompt), self.by_layer.get(layer, {})

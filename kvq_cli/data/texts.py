@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq_cli import reference
+from kvq_cli.cache_argument import cache_argument, cache_name
 from kvq_cli.data.hub import HUB, hub_rows
 from kvq_cli.data.local import file_format, read_rows, read_text
 from kvq_cli.errors import KvqError, UsageError, did_you_mean
@@ -201,8 +202,8 @@ def continued(model: PreTrainedModel, tokens: Tensor, length: int, draw: Callabl
     ends, cache, new = never_drawn(model), None, tokens
     while tokens.shape[1] < length:
         with torch.no_grad():
-            out = model(new.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()
+            out = model(new.to(model.device), **cache_argument(cache), use_cache=True, logits_to_keep=1)
+        cache, logits = getattr(out, cache_name()), out.logits[:, -1].float().cpu()
         logits[:, ends] = -torch.inf
         new = draw(logits)
         tokens = torch.cat([tokens, new], dim=1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.distributed import Workers, threads_per_task
 from kvq_cli.errors import NotFiniteError
 from kvq_cli.evaluation.base import Evaluation
@@ -53,7 +54,8 @@ def measure_speed(attached: Attached, tokens: int, scores: bool, decodes: bool) 
 
     def run(begin: int, end: int) -> float:
         started = time.monotonic()
-        model(inputs[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1).logits.sum().item()
+        passed = {**cache_argument(cache), "use_cache": True}
+        model(inputs[:, begin:end], **passed, logits_to_keep=1).logits.sum().item()
         return time.monotonic() - started
 
     prompt = run(0, tokens) / tokens

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.chat_template import encode_prompt
 from kvq_cli.models import check_token_ids, text_config, vocabulary
@@ -124,7 +125,7 @@ def continue_ids(
     with _no_generation_config(model):
         # The class's: that of an attached model takes a compressed cache where `cache` is None. mypy does not know it.
         return type(model).generate(  # type: ignore[attr-defined]
-            model, ids, attention_mask=mask, past_key_values=cache, generation_config=config, **arguments
+            model, ids, attention_mask=mask, generation_config=config, **cache_argument(cache), **arguments
         )
 
 

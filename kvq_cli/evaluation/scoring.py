@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq_cli.attention.attach import Attached
 from kvq_cli.cache.report import CacheReport
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.models import check_token_ids
 
 
@@ -56,7 +57,7 @@ def continuation_logits(
             ids[:, begin:end],
             attention_mask=mask[:, :end],
             position_ids=positions[:, begin:end],
-            past_key_values=cache,
+            **cache_argument(cache),
             use_cache=True,
             logits_to_keep=keep,
         ).logits

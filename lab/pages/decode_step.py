@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from kvq_cli import attach, build
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.models import load_model
 from lab.pages.drawing import Drawing, shorten
 
@@ -69,10 +70,10 @@ def record() -> Call:
     interpreter.GridExecutor.__call__ = lambda *_arguments, **_options: None
     method = build("kivi", bits=2, residual=RESIDUAL)
     with torch.no_grad(), attach(model, method, backend="triton") as kv, _Recorder() as recorder:
-        cache = kv.new_cache(ids.numel())
-        model(ids[None, :-1], past_key_values=cache)
+        passed = cache_argument(kv.new_cache(ids.numel()))
+        model(ids[None, :-1], **passed)
         sys.setprofile(recorder.profile)
-        model(ids[None, -1:], past_key_values=cache)
+        model(ids[None, -1:], **passed)
         sys.setprofile(None)
     return next(call for call in recorder.root.calls if call.room == MODEL)
 

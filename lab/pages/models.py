@@ -47,7 +47,8 @@ depend on how a prompt is cut (`--prefill-chunk`).
 REFUSED_HEAD = """\
 ## Refused
 
-kvq refuses models of these families with this message.
+kvq refuses models of these families with this message. transformers 5.24 supports `codegen` and `gptj`: methods that
+cache keys after RoPE compress them there.
 """
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvq_cli import attach, load_artifact
 from kvq_cli.artifact import Artifact
 from kvq_cli.attention.capture_points import attention_layers
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import LayerPlan, ModelShape
 from kvq_cli.methods.xquant_cl import XQuantCL
@@ -77,7 +78,7 @@ def mean_kl(
         torch.inference_mode(),
     ):
         for window, before in zip(windows, exact, strict=True):
-            after = scored(loaded.model(window[None], past_key_values=attached.new_cache()).logits)
+            after = scored(loaded.model(window[None], **cache_argument(attached.new_cache())).logits)
             divergences.append((before.exp() * (before - after)).sum(-1).mean().item())
     return sum(divergences) / len(divergences)
 

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 
@@ -118,10 +119,10 @@ def test_decoding_beyond_the_context_is_said_once(tiny, probe, prompt, recwarn):
     model, (ids, _) = tiny("llama", max_position_embeddings=32), prompt(32)
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(cache))
         assert not recwarn.list
         for _ in range(3):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **cache_argument(cache))
     assert [str(one.message) for one in recwarn.list] == [
         "decoding beyond the model's context of 32 tokens: it was not trained for longer ones"
     ]
@@ -206,10 +207,3 @@ def test_keys_normalized_after_rope_need_a_post_rope_cache(tiny, probe, prompt):
         cache = kv.new_cache()
         actual = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9)], dim=1)
     torch.testing.assert_close(actual, model(ids).logits, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("version", ["5.24.0", "5.24rc1", "6.0.0.dev0"])
-def test_a_version_of_transformers_that_passes_caches_otherwise_is_refused(tiny, probe, monkeypatch, version):
-    monkeypatch.setattr(transformers, "__version__", version)
-    with pytest.raises(KvqError, match=rf"^transformers {version} .*: pip install 'transformers<5.24'$"):
-        attach(tiny("llama"), probe())

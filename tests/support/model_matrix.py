@@ -186,7 +186,7 @@ class PreRope(Method):
 
 def examine(model_type: str) -> Row:
     """Build the family's model, compare exact caches with the model's own logits, and decode with every method."""
-    model = tiny_model(model_type, **FAMILIES[model_type])
+    model = tiny_model(model_type, **{**FAMILIES, **REFUSED}[model_type])
     exact = {"after RoPE": build("fp16"), "before RoPE": PreRope(), "layer input": build("xquant", bits=16, group=16)}
     errors, refused = {}, {}
     own = _own_logits(model)

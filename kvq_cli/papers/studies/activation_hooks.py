@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.capture_points import AttentionLayer, decoder_of, layer_input
+from kvq_cli.cache_argument import cache_argument
 from kvq_cli.calibration.capture import capture
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
 from kvq_cli.codecs.layout import Layout, TensorLike
@@ -60,7 +61,7 @@ def query_hooks(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callable[[Te
         def run(tokens: Tensor, sink: PromptSink) -> None:
             sinks[:] = [sink]
             decoder = decoder_of(model)
-            decoder(input_ids=tokens[None].to(model.device), past_key_values=attached.new_cache(), use_cache=True)
+            decoder(input_ids=tokens[None].to(model.device), **cache_argument(attached.new_cache()), use_cache=True)
 
         yield run
 
