@@ -111,6 +111,8 @@ class BlockFormat:
     stored_as: Codec | None = None
     #: Whether the codes are of all layers together: see `cache.joined`.
     joins_layers: bool = False
+    #: Whether files hold packed parts compressed by DEFLATE.
+    deflates: bool = False
     #: Bytes that a packed token holds, while a pass runs, until all layers have it.
     waiting_bytes: int = 0
     #: Whether packed numbers were divided by the `norm` of the state.

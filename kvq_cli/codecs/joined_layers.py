@@ -31,10 +31,12 @@ class JoinedLayersCodec(Codec):
     joins_layers = True
     unread_by_kernels = "codes stand for components of all layers together"
 
-    def __init__(self, tensors: Mapping[str, TensorLike], numbers: int, dtype: str, holds: bool) -> None:
-        """numbers: of a token in all layers."""
+    def __init__(
+        self, tensors: Mapping[str, TensorLike], numbers: int, dtype: str, holds: bool, deflates: bool = False
+    ) -> None:
+        """numbers: of a token in all layers. deflates: see `BlockFormat`."""
         self._coding = ComponentGroups([Group(*row) for row in tensors["groups"].tolist()], dtype)
-        self.components, self.holds = self._coding.components, holds
+        self.components, self.holds, self.deflates = self._coding.components, holds, deflates
         self.nominal_bits = 8 * self._coding.nbytes / numbers
         self.waiting_bytes = 4 * self.components * holds
         self._shape = tuple(tensors["mean"].shape)

@@ -24,7 +24,8 @@ class KVTC(Method):
 
     Codes are made when the last layer has a token, and held once; each layer decodes its own numbers of them at each
     read. A pass over more tokens than `recent` is computed that many at a time where its tokens see what was packed
-    (evaluation); its own tokens are packed at its end where they do not (prompts of generation).
+    (evaluation); its own tokens are packed at its end where they do not (prompts of generation). DEFLATE, whose bytes
+    depend on the numbers, is applied to saved caches alone: memory holds codes of a known size.
 
     Differences from the paper: 8-bit integers in place of FP8, no groups of one component, and an exact decomposition
     of at most 16,384 tokens' covariance in place of a randomized one.
@@ -41,6 +42,8 @@ class KVTC(Method):
     sinks: int = option(4, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
     recent: int = option(128, "newest tokens kept in full precision", at_least=1, runtime=True)
     buffer: int = option(16, "pack tokens in multiples of this many", at_least=1, runtime=True)
+
+    deflate: bool = option(True, "compress the codes of saved caches by DEFLATE, which loses nothing", runtime=True)
 
     def keeps_local(self, shape: ModelShape) -> bool:
         if self.local == "16bit":
@@ -62,6 +65,7 @@ class KVTC(Method):
             for name in ("groups", "mean", "spread", "basis"):
                 if name not in own:
                     raise KvqError(f"the artifact has no tensor layers.{layer}.{kind}.{name}; calibrate again")
-            return StreamPlan(SOURCES[kind], JoinedLayersCodec(own, numbers, shape.dtype, holds=first), window)
+            codec = JoinedLayersCodec(own, numbers, shape.dtype, holds=first, deflates=self.deflate)
+            return StreamPlan(SOURCES[kind], codec, window)
 
         return LayerPlan(stream("k"), stream("v"))

@@ -33,6 +33,7 @@ METHODS = {
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
     "oscar": build("oscar"),
+    "kvtc": build("kvtc", bits=4),
     "palu": build("palu"),
     "palu of the weights": build("palu", heads=1, whiten=False),
 }
