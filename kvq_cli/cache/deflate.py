@@ -22,8 +22,8 @@ def deflated(tensor: Tensor) -> Tensor:
 
 
 def inflated(octets: Tensor, like: TensorSpec, name: str) -> Tensor:
-    """The tensor of this shape and dtype of which `deflated` made `octets`. KvqError, naming it, for other bytes, before
-    they take more memory than it has."""
+    """The tensor of this shape and dtype of which `deflated` made `octets`. KvqError, naming it, for other bytes; at
+    most the bytes of the tensor are inflated."""
     inflate = zlib.decompressobj()
     try:
         found = inflate.decompress(octets.numpy().tobytes(), like.nbytes + 1)
