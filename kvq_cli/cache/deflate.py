@@ -17,7 +17,7 @@ LEVEL = 6
 
 def deflated(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor on the CPU, compressed, uint8 `[bytes]`."""
-    octets = bytearray(zlib.compress(tensor.flatten().view(torch.uint8).numpy(), LEVEL))
+    octets = bytearray(zlib.compress(tensor.flatten().view(torch.uint8).numpy().data, LEVEL))
     return torch.frombuffer(octets, dtype=torch.uint8)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvq_cli.codecs.component_groups import BITS, EXACT, SIZES, Group
-from kvq_cli.codecs.layout import TensorSpec
+from kvq_cli.codecs.layout import TensorLike, TensorSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.specs import StreamSpec, Tensors
 
@@ -66,6 +66,12 @@ class JoinedSpec(StreamSpec):
             words, left = words - count * group.words, left - count * group.components
             groups += [group] * count
         return groups
+
+    def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
+        dim = tensors["mean"].shape[1]
+        rows = [head * dim + channel for head in heads for channel in range(dim)]
+        of_each = {name: tensors[name][heads] for name in ("mean", "spread")}
+        return {"groups": tensors["groups"], **of_each, "basis": tensors["basis"][rows]}
 
     def check(self, shape: ModelShape) -> None:
         """Raise UsageError unless a token has a group of components, and the budget its codes."""

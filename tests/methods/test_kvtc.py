@@ -9,6 +9,7 @@ from random_artifacts import tiny_model
 
 from kvq_cli import attach
 from kvq_cli.benchmarking.accounting import account, artifact_specs
+from kvq_cli.benchmarking.capacity import serving_layout
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.vllm.checks import check_plans
@@ -36,6 +37,9 @@ def test_what_does_not_fit_is_refused(shape_of):
     plans = [method.plan(layer, shape, artifact_specs(method, shape, layer)) for layer in range(shape.layers)]
     with pytest.raises(UsageError, match="kvtc cannot be served: its codes are of all layers together"):
         check_plans(method, plans)
+    for ranks in (1, 2):
+        with pytest.raises(UsageError, match="kvtc cannot be served"):
+            serving_layout(method, shape, ranks)
     with pytest.raises(UsageError, match="'?kvtc'? cannot serve a single stream"):
         build("mixed", keys="kvtc-2bit", values="fp16").calibration(shape)
 

@@ -48,8 +48,9 @@ class JoinedPlan(CapturePlan):
 
     @property
     def _tokens(self) -> int:
-        """Tokens whose covariance is decomposed, at most."""
-        return min(MAX_TOKENS, (self.settings.samples - self.settings.held_out) * self.capture.tokens)
+        """Tokens whose covariance is decomposed: those of `evenly`."""
+        training = (self.settings.samples - self.settings.held_out) * self.capture.tokens
+        return -(-training // -(-training // MAX_TOKENS))
 
     def step_bytes(self) -> int:
         numbers = self.spec.numbers(self.loaded.shape)
