@@ -55,10 +55,10 @@ def split_passes(model: PreTrainedModel, hooks: AttentionHooks, columns: int) ->
 
 def _joined(forward: Any, given: dict[str, Any], columns: int, most: int) -> Any:
     """The output of the last part, with the logits of all."""
-    past, keep = given["past_key_values"].get_seq_length(), given.get("logits_to_keep") or columns
-    if not isinstance(keep, int):
+    past, keep = given["past_key_values"].get_seq_length(), given.get("logits_to_keep")
+    if isinstance(keep, Tensor):
         raise UsageError(f"a pass of {columns} tokens is computed {most} at a time: give logits_to_keep as a number")
-    logits = []
+    keep, logits = keep or columns, []
     for begin in range(0, columns, most):
         end = min(begin + most, columns)
         part = {name: _part(name, value, begin, end, past) for name, value in given.items()}

@@ -77,6 +77,8 @@ def test_what_cannot_be_cut_is_refused(model, ids):
             model(ids, labels=ids, past_key_values=kv.new_cache())
         with pytest.raises(UsageError, match="do not pass return_dict=False"):
             model(ids, return_dict=False, past_key_values=kv.new_cache())
+        with pytest.raises(UsageError, match="give logits_to_keep as a number"):
+            model(ids, logits_to_keep=torch.tensor([1, 3]), past_key_values=kv.new_cache())
         with pytest.raises(UsageError, match="give at most 8 tokens at once"):
             model.model(ids, past_key_values=kv.new_cache())
         assert model(ids[:, :8], past_key_values=kv.new_cache(), output_hidden_states=True).hidden_states
