@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, Whole, check_form
 from kvq_cli.artifact.stored import StoredTensor, check_tensor
 from kvq_cli.artifact.streams import STREAMS, TransformCheck, check_bytes, check_rotation
@@ -49,6 +51,11 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor
     if (budget := spec.byte_budget(shape)) is not None:
         with _refused(where.parent):
             check_bytes(nbytes, budget, "the layers have")
+    with _refused(where.parent):
+        for name in spec.same_in_all_layers:
+            first, *others = (found[name].numbers for found in by_layer.values())
+            if not all(np.array_equal(first, each) for each in others):
+                raise KvqError(f"tensors layers.*.{name} must be the same in all layers")
     if config["sizes"] != tensor_sizes({name: tensor.spec for name, tensor in tensors.items()}):
         raise KvqError(f"{where}: sizes are not those of the tensors: calibrate again")
 

@@ -13,9 +13,11 @@ from kvq_kernels import fields
 
 from kvq_cli.artifact.schema import Form, Many, OneOf, Whole
 from kvq_cli.artifact.stored import StoredTensor, check_tensor
+from kvq_cli.codecs.component_groups import BITS, SIZES, Group
 from kvq_cli.codecs.layout import TensorSpec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.joined_spec import JoinedSpec
 from kvq_cli.methods.specs import CalibrationSpec, StreamSpec, Uncalibrated
 from kvq_cli.methods.transform_specs import Profile, TransformSpec
 
@@ -168,11 +170,39 @@ class TransformCheck(StreamCheck):
         return {"bytes": Whole(nbytes, nbytes), "effective_tokens": float, "chosen": {**self.entry, "loss": float}}
 
 
+class JoinedCheck(StreamCheck):
+    """A layer's rows of the transform of all layers, and the groups of its components."""
+
+    spec: JoinedSpec
+
+    def choice(self) -> list[Group]:
+        """Read the components and bits of each group."""
+        if (tensor := self.tensors.get(f"{self.kind}.groups")) is None:
+            raise KvqError(f"{self.where('groups')} is missing")
+        rows = tensor.numbers.tolist() if len(tensor.spec.shape) == 2 and tensor.spec.shape[1] == 2 else []
+        if not rows or not all(size in SIZES and bits in BITS for size, bits in rows):
+            raise KvqError(f"{self.where('groups')} must be sizes {SIZES} and bits {BITS} of groups")
+        groups = [Group(*row) for row in rows]
+        if sum(group.components for group in groups) > (most := self.spec.numbers(self.shape)):
+            raise KvqError(f"{self.where('groups')} have more than the {most} components of all layers")
+        return groups
+
+    def check(self, choice: Sequence[Any], *, alone: bool) -> None:
+        self.check_not_negative("spread")
+        most = 4 * self.spec.words(self.shape)
+        check_bytes(4 * sum(group.words for group in choice), most, f"{self.prefix}{self.kind}.groups are")
+
+    def error_form(self, choice: Sequence[Any]) -> Form:
+        nbytes = 4 * sum(group.words for group in choice)
+        return {"bytes": Whole(nbytes, nbytes), "effective_tokens": float, "chosen": {**self.entry, "loss": float}}
+
+
 #: By the spec of the stream.
 STREAMS: dict[type[StreamSpec], type[StreamCheck]] = {
     Uncalibrated: UncalibratedCheck,
     CalibrationSpec: CodebookCheck,
     TransformSpec: TransformCheck,
+    JoinedSpec: JoinedCheck,
 }
 
 

@@ -2,8 +2,8 @@
 
 Uses transformers' extension points: forward hooks, `past_key_values`, and the registries of attention and mask
 functions. No model code is copied. Two methods of this one object are replaced: `model.generate`, to pass a compressed
-cache to it, and with CUDA graphs `model.forward`, since no hook can skip a forward pass that a graph replays. `close`,
-or the end of a `with` block, undoes everything.
+cache to it, and `model.forward` with CUDA graphs, since no hook can skip a forward pass that a graph replays, and where
+long passes are split (`split_passes`). `close`, or the end of a `with` block, undoes everything.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from kvq_cli.attention.projections import projections
 from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.attention.rotary import shared
 from kvq_cli.attention.score_form import PLAIN
+from kvq_cli.attention.split_passes import split_passes
 from kvq_cli.attention.weight_factors import check_factors
 from kvq_cli.attention.whole_prefill import forget_masks
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
+from kvq_cli.cache.joined import JoinedLayers
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rematerialize import Rematerialize
 from kvq_cli.cache.report import CacheReport
@@ -95,6 +97,8 @@ class Attached(AbstractContextManager["Attached"]):
             undo.enter_context(replaced_attribute(self.model, "generate", self.generate))
         if graphs and self.model.device.type == "cuda" and self.backend.engine is not None:
             undo.enter_context(captured_steps(self.model, self.hooks, self.backend))
+        if self.hooks.longest_pass is not None:
+            undo.enter_context(split_passes(self.model, self.hooks, self.hooks.longest_pass))
         self._undo = undo.pop_all()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -145,11 +149,11 @@ class Attached(AbstractContextManager["Attached"]):
         precision, too. Assisted generation sets it by itself.
         """
         self.forget_cache()  # its memory may be what the new one needs
-        cross_layer = CrossLayerSum()
+        cross_layer, joined = CrossLayerSum(), (JoinedLayers(), JoinedLayers())
         kinds = layer_kinds(text_config(self.model.config))
         caches = [
             (HybridLayer if kinds[layer.index] == "hybrid" else CompressedLayer)(
-                layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer
+                layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer, joined
             )
             for layer, plan, rematerializers in zip(self.layers, self.plans, self._rematerializers, strict=True)
         ]

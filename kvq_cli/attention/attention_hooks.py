@@ -70,6 +70,8 @@ class AttentionHooks:
         self._compressed, self._max_tokens, self._warned = compressed, max_tokens, False
         #: Modules of attention whose outputs or weights are read: those of other parts may be replaced.
         self._watched = [_read_modules(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
+        #: See `LayerPlan.longest_pass`.
+        self.longest_pass = min((n for plan in plans if (n := plan.longest_pass) is not None), default=None)
         #: Which adapters the model applies.
         self.adapters = AdapterWatch(decoder)
         #: Of each thread: whether decode steps on a GPU gave logits that are not finite.
@@ -89,6 +91,10 @@ class AttentionHooks:
     def owns(self, cache: object) -> TypeGuard[CompressedCache]:
         """Whether `cache` is a compressed cache of this attach."""
         return isinstance(cache, CompressedCache) and cache.compressed[0].plan is self._plans[0]
+
+    def sees_compressed(self, cache: CompressedCache) -> bool:
+        """Whether the queries of the next pass see what they would see in one-by-one decoding."""
+        return self._compressed or self in _one_by_one.get() or bool(cache.drafted)
 
     def install(self, undo: ExitStack) -> None:
         """Put the hooks on the model; `undo` removes them."""
@@ -165,7 +171,12 @@ class AttentionHooks:
         self.check_context(longest)
         if cache.drafts and cache.drafted is None:
             raise UsageError("drafted tokens come by another model object than the attached one: attach that")
-        compressed = self._compressed or self in _one_by_one.get() or bool(cache.drafted)
+        compressed = self.sees_compressed(cache)
+        if compressed and self.longest_pass is not None and columns > self.longest_pass:
+            raise UsageError(
+                f"codes of all layers together: give at most {self.longest_pass} tokens at once (recent), or call the "
+                "model itself, which cuts longer passes"
+            )
         contexts = dict(_contexts.get() or {})
         for layer, backend, cached in zip(self._layers, self._backends, cache.compressed, strict=True):
             cached.begin(forward)

@@ -55,6 +55,9 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
             turn = _turn_bytes(plan.cross_layer, plan.keys, shape, tokens, batch)
             if turn:
                 working["accumulator"] = max(turn, working.get("accumulator", 0))
+        waiting = sum(each.codec.waiting_bytes * each.window.packed(context) for each in plan.kept)
+        if waiting:
+            working["components"] = batch * waiting
     return CacheReport(
         method.nominal_bits,
         dict(parts),

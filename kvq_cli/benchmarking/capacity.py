@@ -22,10 +22,10 @@ class Capacity:
     """A method's memory use, and its limits within a budget. Sizes are in bytes.
 
     weights, artifact, cache: bytes of the model, the method's constants, and the cache at the given context and batch,
-    with what passes hold beside it (xquant-cl's X^). fits: whether their sum is within the budget, and the given
-    context within the model's. context: the longest context at the given batch. batch: the largest batch at the given
-    context. Both are 0 if nothing fits. block_tokens, blocks: of vLLM, in the memory that weights and constants leave;
-    bits: of a block for each packed number. None for kvq's own cache.
+    with what passes hold beside it (xquant-cl's X^, kvtc's components). fits: whether their sum is within the budget,
+    and the given context within the model's. context: the longest context at the given batch. batch: the largest batch
+    at the given context. Both are 0 if nothing fits. block_tokens, blocks: of vLLM, in the memory that weights and
+    constants leave; bits: of a block for each packed number. None for kvq's own cache.
     """
 
     weights: int

@@ -32,11 +32,11 @@ def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int
     for layer in shape.cached_layers:
         for tensor_name, x in artifact_tensors(method, shape, layer).items():
             kind = tensor_name.split(".")[1]
-            if kind in ("std", "deviation"):
+            if kind in ("std", "deviation", "spread"):
                 x.fill_(1)
             elif kind != "mean" and x.is_floating_point():
                 # keeps the variance of projections
-                rows = x.shape[0] if kind in ("up", "down") else x.shape[2] if kind in _TRANSFORMS else 1
+                rows = x.shape[0] if kind in ("up", "down", "basis") else x.shape[2] if kind in _TRANSFORMS else 1
                 x = (torch.randn(x.shape, generator=generator, dtype=torch.float32) / rows**0.5).to(x.dtype)
             tensors[f"layers.{layer}.{tensor_name}"] = x
     identity = {"name": name, "fingerprint": fingerprint(model).to_dict()}

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from kvq_cli.artifact.adapters import Applied
 from kvq_cli.cache.cross_layer import CrossLayerSum
+from kvq_cli.cache.joined import JoinedLayers
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Forward, Rows
@@ -149,8 +150,8 @@ class CompressedCache(Cache):
 
     def clone(self) -> CompressedCache:
         """A copy that shares no tensor of the sequences: what is appended to one is not in the other."""
-        sums = CrossLayerSum()
-        layers = [layer.clone(sums) for layer in self.compressed]
+        sums, joined = CrossLayerSum(), (JoinedLayers(), JoinedLayers())
+        layers = [layer.clone(sums, joined) for layer in self.compressed]
         copy = CompressedCache(layers, self.prefill, self.nominal_bits, self.backend, self._origin, self._own_layers)
         if self.others:
             copy._arrange([clone(layer) if layer in self.others else layer for layer in self.layers])

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
+from kvq_cli.cache.joined import JoinedLayers, JoinedStream
 from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
@@ -37,7 +38,8 @@ class CompressedLayer(CacheLayerMixin):
 
     rotation: how keys before RoPE are rotated when they are read. sliding_window: tokens that a query sees.
     rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed from it.
-    cross_layer: the sum that the layers share, where the plan says so.
+    cross_layer: the sum that the layers share, where the plan says so. joined: of keys and of values, the codes that
+    they share, likewise.
 
     streams: what is stored, keys and values, or one stream that serves both. key_stream, value_stream: what attention
     reads. summed: the stream that is reduced by the attention weights of a single query, and its projection to values.
@@ -58,13 +60,19 @@ class CompressedLayer(CacheLayerMixin):
         sliding_window: int | None = None,
         rematerialize: tuple[Rematerialize | None, Rematerialize | None] = (None, None),
         cross_layer: CrossLayerSum | None = None,
+        joined: tuple[JoinedLayers, JoinedLayers] | None = None,
     ) -> None:
         super().__init__()
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
         self._sliding = Sliding.of(plan, sliding_window)
         self.cross_layer, self._rematerialize = cross_layer if plan.cross_layer else None, rematerialize
-        new = DifferenceStream if self.cross_layer else new_stream
-        self.streams: tuple[Stream, ...] = tuple(new(stream) for stream in plan.kept)
+        self.joined = joined if plan.joins_layers else None
+        self.streams: tuple[Stream, ...]
+        if self.joined is not None:
+            self.streams = tuple(map(JoinedStream, plan.kept, self.joined))
+        else:
+            new = DifferenceStream if self.cross_layer else new_stream
+            self.streams = tuple(new(stream) for stream in plan.kept)
         self._prompt_streams = [stream for stream in self.streams if isinstance(stream, PromptStream)]
         self.key_stream = _read_by(self.streams[0], rematerialize[0])
         self.value_stream = _read_by(self.streams[-1], rematerialize[1])
@@ -304,9 +312,11 @@ class CompressedLayer(CacheLayerMixin):
     # -- copies --------------------------------------------------------------------------------------------------
 
     @changes_stored_tensors
-    def clone(self, cross_layer: CrossLayerSum | None) -> CompressedLayer:
-        """A copy that shares no tensor of the sequences; `cross_layer` is the sum of the copy's layers."""
-        settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer)
+    def clone(
+        self, cross_layer: CrossLayerSum | None, joined: tuple[JoinedLayers, JoinedLayers] | None
+    ) -> CompressedLayer:
+        """A copy that shares no tensor of the sequences; `cross_layer` and `joined` are those of the copy's layers."""
+        settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer, joined)
         copy = type(self)(self.index, *settings)
         copy._sliding = self._sliding
         for stream, own in zip(copy.streams, self.streams, strict=True):

@@ -32,8 +32,8 @@ class CacheReport:
     tokens:          tokens cached, all rows together.
     compressed:      how many are held packed, averaged over layers, keys and values.
     working:         most bytes by name that passes held beside the cache, and freed again ("accumulator": xquant-cl's
-                     X^ and latents, see `CrossLayerSum.peak`; "joined": copies that let kernels read a store as one
-                     tensor).
+                     X^ and latents, see `CrossLayerSum.peak`; "components": of kvtc, those that waited for all layers;
+                     "joined": copies that let kernels read a store as one tensor).
     backend:         who computed the attention of single queries; None: nobody.
     reserved:        those of the "unused" bytes that are room for tokens behind the longest row.
     beyond_window:   numbers that are held, too, though their tokens are beyond the sliding window of their layer.
@@ -171,6 +171,8 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
         beyond += (sum(lengths) - seen) * layer.numbers_per_token
         if layer.cross_layer is not None and layer.cross_layer.peak:
             working["accumulator"] = layer.cross_layer.peak
+        if layer.joined is not None and (peak := sum(each.peak for each in layer.joined)):
+            working["components"] = peak
     named: Counter[str] = Counter()
     tables: Counter[str] = Counter()
     for name, tensor in constants.values():

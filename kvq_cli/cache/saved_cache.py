@@ -3,7 +3,8 @@
 The file's metadata has one entry, `kvq`, a JSON document of the form `FORM`. A file that was truncated or altered is
 refused, and so is one for another model, method, option, artifact or format. Its tensors must have the names, shapes
 and dtypes that the method stores for as many tokens, and numbers that its codecs can have written: a file may come from
-anyone. Tokens that no later query sees are left out: of layers with a sliding window, since format 3.
+anyone. Tokens that no later query sees are left out: of layers with a sliding window, since format 3. Packed parts of
+codecs that say so are compressed by DEFLATE; their names end in `.deflate`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from kvq_cli.artifact.fingerprint import Fingerprint
 from kvq_cli.artifact.schema import DTYPE, FINGERPRINT, Form, Many, OneOf, OrNone, Whole, check_form, parse_json
 from kvq_cli.artifact.stored import check_spec
+from kvq_cli.cache.deflate import SUFFIX, deflated, inflated
 from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.snapshot import Snapshot, expected
 from kvq_cli.codecs.layout import TensorSpec, spec_of
@@ -168,8 +170,11 @@ def _tensors(cache: CompressedCache) -> Iterator[tuple[str, Tensor]]:
         wanted = expected(*settings).tensors()
         for part, tensor in stream.snapshot().tensors().items():
             # The state of rows that were removed may have been larger.
-            kept = tensor[tuple(slice(0, size) for size in wanted[part].shape)]
-            yield f"{name}.{part}", kept.detach().to("cpu").contiguous()
+            kept = tensor[tuple(slice(0, size) for size in wanted[part].shape)].detach().to("cpu").contiguous()
+            if stream.codec.deflates and part.startswith("packed."):
+                yield f"{name}.{part}{SUFFIX}", deflated(kept)
+            else:
+                yield f"{name}.{part}", kept
 
 
 def _digest(tensors: Iterator[tuple[str, Tensor]]) -> str:
@@ -249,9 +254,14 @@ class SavedCache:
 
     def checked(self, name: str, like: TensorSpec) -> Tensor:
         """A copy of a tensor, which must have the shape and dtype of `like` and finite numbers."""
-        if name not in self._names:
+        if name in self._names:
+            tensor = self.read(name)
+        elif name + SUFFIX in self._names:
+            octets = self.read(name + SUFFIX)
+            check_spec(spec_of(octets), TensorSpec((octets.numel(),), "uint8"), name + SUFFIX)
+            tensor = inflated(octets, like, name)
+        else:
             raise KvqError(f"tensor {name} is missing")
-        tensor = self.read(name)
         check_spec(spec_of(tensor), like, name)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise KvqError(f"tensor {name} has infinite numbers or NaN")
@@ -338,7 +348,7 @@ class SavedCache:
                 for name, stream in streams:
                     with _named(name):
                         stream.check()
-            if unknown := sorted(self._names - known):
+            if unknown := sorted(name for name in self._names - known if name.removesuffix(SUFFIX) not in known):
                 raise KvqError(f"the method stores no tensor {unknown[0][:80]}")
 
     def _snapshot(self, name: str, wanted: Snapshot, device: torch.device) -> Snapshot:

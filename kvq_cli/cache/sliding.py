@@ -31,8 +31,10 @@ class Sliding:
     @classmethod
     def of(cls, plan: LayerPlan, window: int | None) -> Sliding | None:
         """The cuts of a layer; None for one that keeps all tokens: without a sliding window, of a sum over layers,
-        which needs the tokens of all of them, and of codecs that store the prompt as one chunk."""
-        whole = plan.cross_layer is not None or any(map(_stores_prompt_apart, plan.kept))
+        or with codes of all layers, which need the tokens of all of them, and of codecs that store the prompt as one
+        chunk."""
+        together = plan.cross_layer is not None or plan.joins_layers
+        whole = together or any(map(_stores_prompt_apart, plan.kept))
         if window is None or whole:
             return None
         windows = tuple(stream.window for stream in plan.kept)

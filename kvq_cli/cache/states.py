@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvq_cli.cache.cross_layer import CrossLayerSum
+from kvq_cli.cache.joined import JoinedLayers
 from kvq_cli.cache.layer import CompressedLayer
 
 #: What layers of transformers hold, as tensors or as numbered tensors.
@@ -32,8 +33,10 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # typ
         super().reset()
         LinearAttentionLayer.__init__(self)  # the next prompt may have another number of rows
 
-    def clone(self, cross_layer: CrossLayerSum | None) -> CompressedLayer:
-        made = super().clone(cross_layer)
+    def clone(
+        self, cross_layer: CrossLayerSum | None, joined: tuple[JoinedLayers, JoinedLayers] | None
+    ) -> CompressedLayer:
+        made = super().clone(cross_layer, joined)
         for name in vars(LinearAttentionLayer()):
             setattr(made, name, _cloned(getattr(self, name)))
         return made

@@ -5,11 +5,13 @@ from __future__ import annotations
 from kvq_cli.calibration.kinds.base import CalibrationPlan
 from kvq_cli.calibration.kinds.codebooks import CodebookPlan
 from kvq_cli.calibration.kinds.factors import FactorPlan, LowRankPlan
+from kvq_cli.calibration.kinds.joined import JoinedPlan
 from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.kinds.rotations import RotationPlan
 from kvq_cli.calibration.kinds.transforms import TransformPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.methods.base import Method
+from kvq_cli.methods.joined_spec import JoinedSpec
 from kvq_cli.methods.rotation_spec import RotationSpec
 from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, Spec
 from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
@@ -22,6 +24,7 @@ KINDS: dict[type[Spec], type[CalibrationPlan]] = {
     FactorSpec: FactorPlan,
     LowRankSpec: LowRankPlan,
     RotationSpec: RotationPlan,
+    JoinedSpec: JoinedPlan,
 }
 
 

@@ -242,13 +242,20 @@ def effective_tokens(captured: CapturedStream) -> float:
 
 
 def held_out_errors(captured: CapturedStream, codec: Codec, groups: int) -> dict[str, Any]:
-    """Errors of a codec on the held-out samples, as plain JSON values; see `ERROR_MEASURE`. "loss" sums the products of
-    error and gradient within each of `groups` groups of heads."""
+    """Errors of a codec on the held-out samples, as plain JSON values; see `decoded_errors`."""
     tokens = captured.x.shape[1] // codec.block_tokens * codec.block_tokens
-    held_out = slice(captured.training, len(captured.g))
-    x, g = (t[held_out, :tokens].float().transpose(1, 2) for t in (captured.x, captured.g))  # [S, H, T, D]
+    x = captured.x[captured.training : len(captured.g), :tokens].float().transpose(1, 2)
+    return decoded_errors(captured, codec.decode(codec.encode(x), torch.float32), groups)
+
+
+def decoded_errors(captured: CapturedStream, decoded: Tensor, groups: int) -> dict[str, Any]:
+    """Errors of what was decoded of the held-out samples' first tokens, `[samples, kv_heads, tokens, head_dim]`, as
+    plain JSON values; see `ERROR_MEASURE`. "loss" sums the products of error and gradient within each of `groups`
+    groups of heads."""
+    held_out = slice(captured.training, len(captured.g)), slice(decoded.shape[2])
+    x, g = (t[held_out].float().transpose(1, 2) for t in (captured.x, captured.g))  # [S, H, T, D]
     mean = torch.stack([each.double().mean(0) for each in _grouped(captured.not_held_out, len(x[0]))])  # [H, D]
-    lost = codec.decode(codec.encode(x), torch.float32) - x
+    lost = decoded - x
     spread = x - mean.float().unsqueeze(1)
 
     def loss(error: Tensor) -> Tensor:

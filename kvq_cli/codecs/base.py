@@ -109,6 +109,12 @@ class BlockFormat:
     nominal_bits: float
     #: The codec that describes the packed parts to kernels: its parts are the same, but for outliers. None: this one.
     stored_as: Codec | None = None
+    #: Whether the codes are of all layers together: see `cache.joined`.
+    joins_layers: bool = False
+    #: Whether files hold packed parts compressed by DEFLATE.
+    deflates: bool = False
+    #: Bytes that a packed token holds, while a pass runs, until all layers have it.
+    waiting_bytes: int = 0
     #: Whether packed numbers were divided by the `norm` of the state.
     has_norm: bool = False
     #: Tokens of a tile of the kernels that read the parts.

@@ -122,6 +122,18 @@ class LayerPlan:
         """The plans of the streams that exist."""
         return (self.keys,) if self.shared else (self.keys, self.values)
 
+    @property
+    def joins_layers(self) -> bool:
+        """Whether codes are of all layers together."""
+        return any(stream.codec.joins_layers for stream in self.kept)
+
+    @property
+    def longest_pass(self) -> int | None:
+        """The most columns of a pass whose tokens see what they would see decoded one by one; None: any number. Codes
+        of all layers together are made when the last layer has the tokens: those that such a pass packs came before
+        it."""
+        return min(stream.window.recent for stream in self.kept) if self.joins_layers else None
+
 
 def uncompressed() -> LayerPlan:
     """The plan of a layer whose keys, after RoPE, and values are kept in the model's dtype."""

@@ -23,6 +23,8 @@ class Spec(ABC):
 
     #: Whether keys, values and gradients are captured on text; else projection weights are factorized.
     captures: ClassVar[bool] = True
+    #: Names of tensors that are the same in all layers.
+    same_in_all_layers: ClassVar[tuple[str, ...]] = ()
     #: Whether weights are factorized at full rank, so that the product of the factors is the weight.
     full_rank: ClassVar[bool] = False
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 def check_plans(method: Method, plans: Sequence[LayerPlan]) -> None:
     """Raise UsageError for a method that cannot be paged."""
     for plan in plans:
+        if plan.joins_layers:
+            raise UsageError(
+                f"method {method.name} cannot be served: its codes are of all layers together, and vLLM gives each "
+                "layer a cache of its own: use `kvq generate`"
+            )
         if plan.cross_layer is not None or plan.keys.source == "input":
             raise UsageError(
                 f"method {method.name} cannot be served: it caches layer inputs, of which vLLM passes none to its "

@@ -24,16 +24,16 @@ keep keys after RoPE, keys before RoPE, or the layer input, in full precision, g
 float32 rounding, for a prompt, a chunk and single tokens. *Methods*: those that decode it at 2 bits. Other families
 often work, too: kvq compares what it captures with what the model caches, and refuses a model where these differ.
 `kvq serve` keeps layers with a sliding window in 16 bits ([SERVING.md](SERVING.md)). Elsewhere, layers with a sliding
-window drop the tokens that no later query of any row sees, half a window or more at a time. `gear`, `zipcache` and the
-sum over layers of `xquant-cl` need these tokens, and keep them. `kvq bits`, `kvq plan` and reports count what kvq
-holds, and compare it with what transformers' own cache holds.
+window drop the tokens that no later query of any row sees, half a window or more at a time. `gear`, `zipcache`, the
+sum over layers of `xquant-cl` and the codes of all layers of `kvtc` need these tokens, and keep them. `kvq bits`,
+`kvq plan` and reports count what kvq holds, and compare it with what transformers' own cache holds.
 
 With `--set local=16bit`, an option of all methods, these layers are kept in 16 bits, with `--set local=packed` they
 are packed. The default, `local=auto`, keeps them in 16 bits where their windows have at most 1,024 tokens and packing
 them saves less than 5 % of the packed cache of a text as long as the model's context, in nominal bits: so for windows
 of 128 tokens in every second layer, as in GPT-OSS (0.7 % of 131,072 tokens at 2 bits), but not for Gemma 3 270M (51 %
 of 32,768 tokens at 2 bits, 22 % at 4). Calibration fits all layers, so that an artifact serves both; its bits are
-given out as if all were packed. `xquant-cl` packs them always.
+given out as if all were packed. `xquant-cl` and `kvtc` pack them always.
 
 Of a model whose layers differ in kind, kvq compresses the layers with full attention or a sliding window, and those
 with attention beside a recurrent state. Linear attention, Mamba, convolutions and chunked attention keep transformers'

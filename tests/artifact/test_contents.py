@@ -33,6 +33,7 @@ METHODS = {
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
     "oscar": build("oscar"),
+    "kvtc": build("kvtc", bits=8),
     "palu": build("palu"),
     "palu of the weights": build("palu", heads=1, whiten=False),
 }
@@ -141,6 +142,23 @@ def test_statistics_out_of_range_are_refused(parts_of, refused, method):
 def test_transforms_that_do_not_fit_are_refused(parts_of, refused, name, change, says):
     config, tensors = parts_of("klt")
     refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ([[16, 4], [16, 2]], r"tensors layers\.\*\.k\.groups must be the same in all layers"),
+        ([[16, 3], [16, 2]], r"layers\.1\.k\.groups must be sizes \(16, 64, 256, 1024\) and bits"),
+        ([[64, 2], [16, 2]], r"layers\.1\.k\.groups have more than the 32 components of all layers"),
+        ([[16, 16], [16, 2]], r"layers\.1\.k\.groups are 40 bytes for a token, above the 32 of the method"),
+    ],
+)
+def test_groups_of_other_components_are_refused(parts_of, refused, groups, says):
+    config, tensors = parts_of("kvtc")
+    for layer, rows in enumerate(([[16, 2], [16, 4]], groups)):
+        config["errors"]["layers"][layer]["k"]["bytes"] = 20
+        tensors[f"layers.{layer}.k.groups"] = torch.tensor(rows, dtype=torch.int32)
+    refused(config, tensors, says)
 
 
 @pytest.mark.parametrize("method", ["channelkv with opq", "oscar"])

@@ -60,6 +60,7 @@ METHODS = {
     "mixed": [build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit", sinks=2)],
     "factors": [build("xquant", bits=4, group=16), build("xquant-cl", bits=4, group=16, base_layers=1), build("palu")],
     "rotations": [build("oscar", sinks=2, recent=4)],
+    "joined": [build("kvtc", bits=4, sinks=2, recent=4)],
 }
 TOKENS = 80  # above an outlier block of 32 and a group of 16, behind the sinks
 

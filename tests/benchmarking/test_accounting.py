@@ -14,6 +14,7 @@ from kvq_cli.benchmarking.accounting import account, artifact_bytes
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
 from kvq_cli.benchmarking.synthetic import artifact_tensors
 from kvq_cli.cache.cross_layer import CrossLayerSum
+from kvq_cli.cache.joined import JoinedLayers
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import report
 from kvq_cli.cache.rows import Rows
@@ -86,12 +87,13 @@ def filled_layers(method: Method, shape: ModelShape, context: int, batch: int) -
     def numbers(*size):
         return torch.randn(*size, generator=generator).half()
 
-    sums, layers = CrossLayerSum(), []
+    sums, joined, layers = CrossLayerSum(), (JoinedLayers(), JoinedLayers()), []
     for index in range(shape.layers):
         tensors = {name: x.clone() for name, x in artifact_tensors(method, shape, index).items()}
         plan = method.layer_plan(index, shape, tensors)
         rotation = Rotation("none", torch.empty(0), 64)
-        layers.append(CompressedLayer(index, plan, rotation, shape.window(index), cross_layer=sums))
+        shared = {"cross_layer": sums, "joined": joined}
+        layers.append(CompressedLayer(index, plan, rotation, shape.window(index), **shared))
     forward = Rows().begin(0, context, batch)
     for layer in layers:
         keys, values = (numbers(batch, shape.kv_heads, context, 64) for _ in range(2))
@@ -101,8 +103,8 @@ def filled_layers(method: Method, shape: ModelShape, context: int, batch: int) -
         layer.update(keys, values)
         layer.absorb(numbers(batch, shape.query_heads, context, 64))
         layer.release()
-        for stream in layer.streams:
-            stream.read(0)
+    for stream in (stream for layer in layers for stream in layer.streams):
+        stream.read(0)
     return layers
 
 

@@ -33,6 +33,7 @@ METHODS = [
     build("kvquant", bits=2, sinks=2, outliers=0.05),
     build("temporalkv", bits=4, hybrid="head", outliers=0.05, sinks=2),
     build("xquant-cl", bits=4, group=8, base_layers=1),
+    build("kvtc", bits=4, sinks=2, recent=8),
 ]
 PADS, TOKENS, MORE = 9, 60, 3
 

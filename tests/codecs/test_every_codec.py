@@ -13,6 +13,7 @@ from kvq_cli.codecs.clipped import ClippedCodec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.joined_layers import JoinedLayersCodec
 from kvq_cli.codecs.layout import TensorSpec, spec_of
 from kvq_cli.codecs.lloyd_max import LloydMaxCodec
 from kvq_cli.codecs.normalized import NormalizedCodec
@@ -49,6 +50,12 @@ def per_head():
 def transform(widths, groups, values, gain=True):
     noise = torch.Generator().manual_seed(0)
     return TransformCodec(HEADS, random_transform(widths, groups, HEADS * HEAD_DIM // groups, noise, gain), values)
+
+
+def joined_layers(groups, dtype="float16"):
+    basis = torch.linalg.qr(draw(HEADS * HEAD_DIM, sum(size for size, _ in groups))).Q
+    tensors = {"groups": torch.tensor(groups), "basis": basis, "mean": draw(HEADS, HEAD_DIM)}
+    return JoinedLayersCodec({**tensors, "spread": torch.ones(HEADS, HEAD_DIM)}, HEADS * HEAD_DIM, dtype, holds=True)
 
 
 def matrix_rotation(heads=HEADS):
@@ -90,6 +97,8 @@ CODECS = {
     "transform per head of values": transform((7, 6, 6, 2, 1), HEADS, values=True),
     "transform without a gain": transform((8, 3), HEADS, values=True, gain=False),
     "transform of all heads": transform((8, 7, 6, 5, 4, 3, 2, 2, 1), 1, values=False),
+    "components of all layers": joined_layers([(16, 16), (64, 8), (64, 4), (64, 4), (16, 2)]),
+    "components of all layers, in bfloat16": joined_layers([(64, 2), (16, 8)], "bfloat16"),
     "one codebook for all heads": one_for_all(8),
     "per token": PerTokenCodec(one_for_all(4), HEADS, HEAD_DIM, 0, torch.float32),
     "per token with outliers": PerTokenCodec(one_for_all(8), HEADS, HEAD_DIM, 0.02, torch.bfloat16),
@@ -133,7 +142,7 @@ def assert_same(a: Packed, b: Packed) -> None:
 def assert_same_numbers(codec, a: torch.Tensor, b: torch.Tensor) -> None:
     """Bit for bit, but for matrix products, which round differently for other numbers of tokens."""
     products = isinstance(codec, RotatedCodec) and isinstance(codec.rotation, MatrixRotation)
-    if products or isinstance(codec, TransformCodec):
+    if products or isinstance(codec, TransformCodec | JoinedLayersCodec):
         torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 1e-2, atol=1e-5)
     else:
         assert torch.equal(a, b)

@@ -46,6 +46,7 @@ METHODS = {
     "klt": build("klt", bits=1),
     "mixed": build("mixed", bits=6, keys="kivi-4bit:group=8:pre_rope=on", values="klt-1bit"),
     "palu": build("palu", **SMALL),
+    "kvtc": build("kvtc", **SMALL),
     "temporalkv": "temporalkv-2bit",
     "channelkv": "channelkv-2bit",
     "kvquant": "kvquant-2bit",

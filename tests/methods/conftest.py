@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from random_joined import random_joined
 from random_transforms import random_layer
 
 from kvq_cli.attention.capture_points import attention_layers
@@ -13,6 +14,7 @@ from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
+from kvq_cli.methods.joined_spec import JoinedSpec
 from kvq_cli.methods.rotation_spec import RotationSpec
 from kvq_cli.methods.specs import CalibrationSpec
 from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
@@ -29,18 +31,21 @@ def model_shape(layers=2, kv_heads=2, head_dim=64, dtype="float16") -> ModelShap
 
 
 def layer_tensors(
-    spec: CalibrationSpec | TransformSpec | MixedSpec | RotationSpec,
+    spec: CalibrationSpec | TransformSpec | MixedSpec | RotationSpec | JoinedSpec,
     shape: ModelShape,
     choice: list[int],
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """One layer's tensors under their names in the artifact, without `layers.<i>.`; of a mixed method the first's."""
+    """One layer's tensors under their names in the artifact, without `layers.<i>.`; of a mixed method the first's; of a
+    method that joins layers, those of layer `seed`."""
     if isinstance(spec, MixedSpec):
         drawn = {kind: layer_tensors(one, shape, choice, seed) for kind, one in zip("kv", spec.layers[0], strict=True)}
         return {name: x for kind, tensors in drawn.items() for name, x in tensors.items() if name[0] == kind}
     generator = torch.Generator().manual_seed(seed)
     if isinstance(spec, TransformSpec):
         return random_layer(spec, shape, generator)
+    if isinstance(spec, JoinedSpec):
+        return {name: x for kind in "kv" for name, x in random_joined(spec, kind, shape, seed).items()}
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)

@@ -61,6 +61,7 @@ METHODS = [
     ("klt", {"bits": 3, "buffer": 32, "join_keys": True, "recent": 0}),
     ("klt", {"join_values": True, "recent": 0}),
     ("mixed", {"bits": 3, "keys": "klt-1.5bit", "values": "temporalkv-4bit", "recent": 3}),
+    *(("kvtc", {"bits": bits, "sinks": 3, "recent": 5, "buffer": 4}) for bits in (1, 1.5, 2, 4, 8, 16)),
 ]
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 HEAD_DIMS = (64, 80, 96, 128)

@@ -50,6 +50,8 @@ CASES = [
         "mixed",
         {"bits": 9, "keys": "kivi-2bit:group=16 klt-2bit", "values": "temporalkv-4bit fp16", "sinks": 3, "recent": 5},
     ),
+    ("kvtc", {"bits": 4, "sinks": 3, "recent": 5, "buffer": 4, "deflate": False}),
+    ("kvtc", {"bits": 2, "sinks": 0, "recent": 16, "buffer": 3}),
     ("xquant", {"bits": 4, "group": 8, "sinks": 3, "first_channel": True}),
     ("palu", {"bits": 4, "sinks": 3, "recent": 5, "heads": 1}),
     ("palu", {"bits": 16, "share": 1.0, "buffer": 4}),

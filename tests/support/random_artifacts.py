@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from random_joined import random_joined
 from random_transforms import random_stream, random_tensors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -16,6 +17,7 @@ from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import Method, ModelShape
+from kvq_cli.methods.joined_spec import JoinedSpec
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.rotation_spec import rotated_streams
@@ -104,6 +106,8 @@ def _layer(spec: Spec, shape: ModelShape, layer: int, generator: torch.Generator
     for kind, one in spec.parts(layer).items():
         if isinstance(one, TransformSpec):
             tensors |= random_stream(one, kind, shape, generator)
+        elif isinstance(one, JoinedSpec):
+            tensors |= random_joined(one, kind, shape, layer)
         elif isinstance(one, CalibrationSpec):
             tensors |= _codebooks(one, kind, shape, generator)
     return tensors
@@ -145,6 +149,9 @@ def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Ten
             errors[kind] = {"chosen": {**entry, "loss": 0.25}}
         elif isinstance(one, TransformSpec):
             nbytes = one.first_choice(kind, shape).nbytes
+            errors[kind] = {"bytes": nbytes, "effective_tokens": 9.5, "chosen": {**entry, "loss": 0.25}}
+        elif isinstance(one, JoinedSpec):
+            nbytes = 4 * sum(group.words for group in one.first_choice(kind, shape))
             errors[kind] = {"bytes": nbytes, "effective_tokens": 9.5, "chosen": {**entry, "loss": 0.25}}
         else:
             stream = one.stream(kind)
