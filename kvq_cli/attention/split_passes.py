@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.attention.replaced_attribute import replaced_attribute
+from kvq_cli.cache_argument import passed_cache
 from kvq_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def split_passes(model: PreTrainedModel, hooks: AttentionHooks, columns: int) ->
     @wraps(forward)
     def in_parts(*args: Any, **kwargs: Any) -> Any:
         given = {**names.bind_partial(*args).arguments, **kwargs}
-        cache, inputs = given.get("past_key_values"), given.get("input_ids")
+        cache, inputs = passed_cache(given), given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if not isinstance(inputs, Tensor) or inputs.shape[1] <= columns:
             return forward(*args, **kwargs)
@@ -55,7 +56,7 @@ def split_passes(model: PreTrainedModel, hooks: AttentionHooks, columns: int) ->
 
 def _joined(forward: Any, given: dict[str, Any], columns: int, most: int) -> Any:
     """The output of the last part, with the logits of all."""
-    past, keep = given["past_key_values"].get_seq_length(), given.get("logits_to_keep")
+    past, keep = passed_cache(given).get_seq_length(), given.get("logits_to_keep")
     if isinstance(keep, Tensor):
         raise UsageError(f"a pass of {columns} tokens is computed {most} at a time: give logits_to_keep as a number")
     keep, logits = keep or columns, []
