@@ -31,7 +31,7 @@ OPTIONS ?=
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 COMPARED := $(addprefix smollm2/compare-,2bit fair paper 4096 8192) reference/compare-fair reference/compare-paper $(addsuffix /newest,smollm2 gemma3-270m reference)
 CODEBOOKS := kvquant channelkv temporalkv klt
-SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl turboquant palu kvarn oscar-omni oscar kvtc llama-cpp per-token-head $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
+SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl turboquant palu kvarn oscar-omni oscar kvtc llama-cpp per-token-head quanto $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
 # Comparisons on SmolLM2 with an HTML page in docs/.
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))

@@ -1,4 +1,5 @@
-"""KV cache formats of other engines: llama.cpp's blocks `q4_0` and `q8_0`, vLLM's int4 and fp8 per token and head.
+"""KV cache formats of other engines: llama.cpp's blocks `q4_0` and `q8_0`, vLLM's int4 and fp8 per token and head,
+transformers' quanto.
 
 Numbers and bytes are those of the engines; codes lie in kvq's planar words (see `bits`), not in the engines' order.
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, to_side
 from kvq_cli.codecs.layout import Layout, PartSpec
+from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -152,6 +154,27 @@ class Fp8PerTokenHead(_ServedFormat):
 
     def _dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
         return codes.contiguous().view(torch.float8_e4m3fn).float() * scale
+
+
+class QuantoCodec(UniformCodec):
+    """`UniformCodec` of groups of adjacent channels of a token as quanto's `MaxOptimizer` computes it: range, scale and
+    distances are each rounded to the dtype of the numbers. Codes, scales and zero-points (the negative of its `shift`)
+    are quanto's, bit for bit, for a 16-bit model.
+
+    Where the group does not divide head_dim, and quanto's groups span tokens, it is the next smaller size that does.
+    """
+
+    def __init__(self, bits: int, group: int, head_dim: int, dtype: torch.dtype | str = "float16") -> None:
+        fitting = max(size for size in range(1, group + 1) if head_dim % size == 0)
+        super().__init__(bits, "token", fitting, head_dim, dtype)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        groups, most = self.grouped(x), 2**self.bits - 1
+        low, high = (side + 0.0 for side in groups.aminmax(dim=self.group_dim, keepdim=True))
+        span = to_side(high.float() - low.float(), str(x.dtype).removeprefix("torch."))  # finite, unlike quanto's
+        zero, scale = to_side(low, self.zero_dtype), to_side(span / most, self.dtype)
+        codes = self._steps(groups - zero.to(x.dtype), scale, 0, most).to(torch.uint8).view(x.shape)
+        return codes, {"scale": scale.squeeze(self.group_dim), "zero": zero.squeeze(self.group_dim)}
 
 
 def _reciprocal(scale: Tensor) -> Tensor:

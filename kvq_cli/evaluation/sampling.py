@@ -66,5 +66,7 @@ class RowSampler:
         scores = scores.float()
         for warper in self._warpers:
             scores = warper(ids, scores)
-        noise = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=each) for each in self._streams])
+        noise = torch.empty(scores.shape, dtype=torch.float32)
+        for row, stream in zip(noise, self._streams, strict=True):
+            row.exponential_(generator=stream)
         return scores - noise.log().to(scores.device)

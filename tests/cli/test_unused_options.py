@@ -28,7 +28,7 @@ RULED = {
     "analyze": "model trust_remote_code accept_license device dtype seed set_ dataset samples seqlen out_dir",
     "bits": f"{SHARED} compare method shapes context batch model",
     "plan": f"{SHARED} model",
-    "results": "run baseline against plot columns transpose",
+    "results": "with_ run baseline against plot columns calibrations transpose",
     "report": "artifact",
     "reproduce": "options trust_remote_code accept_license store workers ray",
     "bench kernels": "check seconds resume dry out_dir device",

@@ -21,7 +21,7 @@ from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
-from kvq_cli.codecs.served_formats import Q4_0, Q8_0, Fp8PerTokenHead, Int4PerTokenHead
+from kvq_cli.codecs.served_formats import Q4_0, Q8_0, Fp8PerTokenHead, Int4PerTokenHead, QuantoCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.codecs.token_norm import TokenNormCodec
@@ -109,6 +109,7 @@ CODECS = {
     **{f"balanced {axis}": BalancedCodec(3, axis, 16, HEAD_DIM, iterations=6) for axis in ("channel", "token")},
     "tokens of equal norm": TokenNormCodec(UniformCodec(2, "channel", 16, HEAD_DIM)),
     **{each.__name__: each(HEAD_DIM) for each in (Q4_0, Q8_0, Int4PerTokenHead, Fp8PerTokenHead)},
+    "quanto": QuantoCodec(2, 64, HEAD_DIM),
     "rotated in blocks": RotatedCodec(Q4_0(HEAD_DIM), HadamardRotation(HEAD_DIM, flip=True, block=16)),
     "clipped": ClippedCodec(UniformCodec(2, "token", 16, HEAD_DIM), 0.9),
     "clipped, rotated by one matrix for all heads": RotatedCodec(

@@ -1,4 +1,5 @@
-"""llama.cpp's blocks against the code of its package `gguf`; vLLM's formats against the equations of its kernels."""
+"""llama.cpp's blocks against the code of its package `gguf`; vLLM's formats against the equations of its kernels;
+quanto's against the package and its equations."""
 
 import gguf
 import numpy as np
@@ -9,7 +10,7 @@ from sylvester import sylvester
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.codecs.bits import pack, unpack
 from kvq_cli.codecs.rotated import HadamardRotation, random_signs
-from kvq_cli.codecs.served_formats import Q4_0, Q8_0, Fp8PerTokenHead, Int4PerTokenHead
+from kvq_cli.codecs.served_formats import Q4_0, Q8_0, Fp8PerTokenHead, Int4PerTokenHead, QuantoCodec
 from kvq_cli.errors import KvqError, UsageError
 
 DIM = 96
@@ -81,6 +82,55 @@ def test_fp8_is_the_nearest_number_of_the_scaled_one():
     assert len(levels) == 253
     np.testing.assert_allclose(np.abs(own - scaled), least, rtol=0, atol=1e-4)
     assert packed.nbytes == x.numel() + 4 * x.numel() // DIM
+
+
+def parts_of(codec: QuantoCodec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 of the shape of x, scales and zero-points, as stored."""
+    parts = codec.encode(x).parts
+    return unpack(parts["codes"].tensor, codec.bits, x.shape[3]), parts["scale"].tensor, parts["zero"].tensor
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_quanto_stores_what_the_package_stores(bits, dim, dtype):
+    quanto = pytest.importorskip("optimum.quanto")
+    x, kind = numbers(dim).to(getattr(torch, dtype)), {2: quanto.qint2, 4: quanto.qint4}[bits]
+    codec, (scale, shift) = QuantoCodec(bits, 64, dim, dtype), quanto.MaxOptimizer()(x, kind, 0, 64)
+    whole = torch.ops.quanto.quantize_affine(x, bits=bits, axis=0, group_size=64, scale=scale, shift=shift)
+    own, own_scale, own_zero = parts_of(codec, x)
+    assert torch.equal(own, whole.view(x.shape))
+    assert torch.equal(own_scale.flatten(), scale.flatten()) and torch.equal(own_zero.flatten(), -shift.flatten())
+    steps = scale * whole  # rounded once more than kvq's
+    error = (codec.decode(codec.encode(x), x.dtype) - (steps - shift).view(x.shape)).abs()
+    bound = torch.finfo(x.dtype).eps * (steps.abs() + (steps - shift).abs()).view(x.shape)
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_quanto_rounds_each_step_to_the_dtype(bits):
+    x, most = numbers(128).half(), 2**bits - 1
+    groups = x.numpy().reshape(-1, 64)  # NumPy rounds to float16 as PyTorch does
+    low = groups.min(1, keepdims=True)
+    scale = (groups.max(1, keepdims=True) - low) / np.float16(most)
+    codes = np.rint((groups - low) / np.where(scale == 0, np.float16(1), scale)).clip(0, most)
+    codec = QuantoCodec(bits, 64, 128)
+    own, own_scale, own_zero = (part.numpy().reshape(len(groups), -1) for part in parts_of(codec, x))
+    np.testing.assert_array_equal(own, codes)
+    np.testing.assert_array_equal(own_scale, scale)
+    np.testing.assert_array_equal(own_zero, low)
+    decoded = codes.astype(np.float64) * scale + low
+    packed = codec.encode(x)
+    np.testing.assert_allclose(codec.decode(packed, torch.float64).numpy().reshape(decoded.shape), decoded, 1e-6, 1e-5)
+    assert packed.nbytes == x.numel() * bits // 8 + 4 * len(groups)
+    wide = np.rint((groups.astype(np.float64) - low) / np.where(scale == 0, np.inf, scale.astype(np.float64)))
+    assert (own != wide.clip(0, most)).any()  # what UniformCodec stores in float32
+
+
+def test_groups_of_quanto_end_with_a_token_and_are_finite():
+    assert [QuantoCodec(2, 64, dim).group for dim in (256, 96, 80, 32)] == [64, 48, 40, 32]
+    x = torch.linspace(-65504, 65504, 64).half().expand(1, 1, 3, 64)
+    assert QuantoCodec(2, 64, 64).decode(QuantoCodec(2, 64, 64).encode(x), torch.float16).isfinite().all()
 
 
 @pytest.mark.parametrize(("flip", "block"), [(False, 32), (True, 32), (False, 16)])

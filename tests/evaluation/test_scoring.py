@@ -38,6 +38,7 @@ METHODS = {
     "oscar": build("oscar", **SMALL),
     "llama-cpp": build("llama-cpp", **SMALL),
     "per-token-head": build("per-token-head", **SMALL),
+    "quanto": build("quanto", group=16, buffer=8, **SMALL),
     "squat": build("squat", group=16, **SMALL),
     "innerq": build("innerq", **SMALL),
     "innerq-hybrid_prefill": build("innerq", mode="hybrid_prefill", **SMALL),

@@ -39,6 +39,7 @@ METHODS = [
     ("oscar", {"group": 16, "key_clip": 1.0, "sinks": 3, "recent": 0, "buffer": 4}),
     *(("llama-cpp", {"bits": bits, "sinks": 3}) for bits in (4, 8)),
     *(("per-token-head", {"bits": bits, "recent": 5, "buffer": 4}) for bits in (4, 8)),
+    *(("quanto", {"bits": bits, "group": 16, "sinks": 3, "buffer": 4}) for bits in (2, 4)),
     *(("kvquant", {"bits": bits, "recent": 3}) for bits in (1, 2, 3, 4, 8)),
     ("kvquant", {"outliers": 0.0}),
     *(("channelkv", {"bits": bits, "recent": 3}) for bits in (1, 2, 4)),

@@ -40,6 +40,14 @@ def test_no_token_stays_in_full_precision_unless_asked(shape):
         assert {stream.window for stream in asked.kept} == {Window(4, 32, 8)}
 
 
+def test_tokens_of_quanto_wait_in_full_precision(shape):
+    assert {stream.window for stream in build("quanto").plan(0, shape, {}).kept} == {Window(0, 0, 128)}
+    asked = build("quanto", sinks=4, recent=32, buffer=8).plan(0, shape, {})
+    assert {stream.window for stream in asked.kept} == {Window(4, 32, 8)}
+    with pytest.raises(UsageError, match=r"bits=8 is not one of 2, 4"):
+        build("quanto", bits=8)
+
+
 @pytest.mark.parametrize("name", ["llama-cpp", "per-token-head"])
 def test_other_bits_are_refused(name):
     with pytest.raises(UsageError, match=r"bits=2 is not one of 4, 8"):

@@ -30,6 +30,7 @@ CASES = [
     ("llama-cpp", {"bits": 8, "buffer": 4}),
     ("per-token-head", {"sinks": 3, "recent": 5}),
     ("per-token-head", {"bits": 8, "buffer": 4}),
+    ("quanto", {"bits": 2, "group": 8, "sinks": 3, "recent": 5, "buffer": 4}),
     ("gear", {"bits": 2, "group": 8, "residual": 16, "sinks": 3, "recent": 5, "outliers": 0.05}),
     ("gear", {"bits": 4, "group": 8, "residual": 8, "rank": 0, "chunk_rank": 2, "outliers": 0.05}),
     ("zipcache", {"residual": 15, "sinks": 3, "recent": 5}),

@@ -24,6 +24,7 @@ METHODS = (
     "oscar-omni:residual=32",
     "llama-cpp-4bit",
     "per-token-head-4bit:recent=7",
+    "quanto-2bit:buffer=32:sinks=3",
 )
 
 

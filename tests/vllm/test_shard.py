@@ -35,6 +35,7 @@ METHODS = (
     "oscar:group=16",
     "llama-cpp-4bit",
     "per-token-head-8bit",
+    "quanto-2bit",
     "mixed:keys=klt-1bit kivi-2bit:values=temporalkv-2bit kvquant-2bit",
 )
 TOKENS = 64
