@@ -280,6 +280,9 @@ def small_method(name: str) -> Method:
     """The method at 2 bits, or the fewest that it has, with groups and windows that fit the tiny models."""
     wanted = {"bits": 2, "group": 16, "residual": 16, "sinks": 2, "recent": 4}
     known = {option.name: option.metadata["choices"] for option in fields(method_class(name))}
+    defaults = {option.name: option.default for option in fields(method_class(name))}
+    if (defaults.get("buffer") or 0) > TOKENS // 2:
+        wanted["buffer"] = 16
     if known.get("bits") and 2 not in known["bits"]:
         wanted["bits"] = min(known["bits"])
     return build(name, **{key: value for key, value in wanted.items() if key in known})
