@@ -21,14 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.attention.attention_hooks import AttentionHooks
+from kvq_cli.attention.forward_arguments import BY_COLUMN, asked
 from kvq_cli.cache_argument import passed_cache
 from kvq_cli.errors import UsageError
 from kvq_cli.layer_kinds import recurrent_layer
 from kvq_cli.models import text_config
-
-#: Arguments with an entry for each column of the pass, and the dimension of these.
-_BY_COLUMN = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1}
-_BY_COLUMN |= {"position_ids": -1, "cache_position": -1}
 
 
 class Drafts:
@@ -75,7 +72,7 @@ class Drafts:
             kwargs = _part(kwargs, held, columns, columns, keep)
             columns -= held
         if drafted and (columns - drafted > 1 or not held):
-            if not _returns_dict(model, kwargs):
+            if not asked(model, kwargs, "return_dict"):
                 raise UsageError("drafted tokens behind a prompt: their logits need return_dict=True")
             self._thread.prompt = model(**_part(kwargs, 0, columns - drafted, columns, 1))
             kwargs = _part(_of_tokens(kwargs), columns - drafted, columns, columns, drafted)
@@ -114,11 +111,6 @@ class _Thread(threading.local):
     prompt: Any = None
 
 
-def _returns_dict(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    asked = kwargs.get("return_dict")
-    return bool(model.config.return_dict if asked is None else asked)
-
-
 def _is_whole(kwargs: dict[str, Any], columns: int) -> bool:
     """Return whether a pass has the text from its first token on, as its mask says, or without one its positions."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -129,7 +121,7 @@ def _is_whole(kwargs: dict[str, Any], columns: int) -> bool:
 
 def _of_tokens(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Leave out tensors of images and the like, which are for the pass over the prompt."""
-    names = {*_BY_COLUMN, "attention_mask"}
+    names = {*BY_COLUMN, "attention_mask"}
     return {name: x for name, x in kwargs.items() if name in names or not isinstance(x, Tensor)}
 
 
@@ -137,7 +129,7 @@ def _part(kwargs: dict[str, Any], start: int, stop: int, columns: int, keep: Any
     """The arguments of a pass over the columns [start, stop) of a pass of `columns` columns, which gives the logits of
     the last `keep`."""
     part = dict(kwargs)
-    for name, dim in _BY_COLUMN.items():
+    for name, dim in BY_COLUMN.items():
         if kwargs.get(name) is not None:
             part[name] = kwargs[name].narrow(dim, start, stop - start)
     if kwargs.get("attention_mask") is not None:

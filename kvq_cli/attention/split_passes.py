@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvq_cli.attention.forward_arguments import BY_COLUMN, asked
 from kvq_cli.attention.replaced_attribute import replaced_attribute
 from kvq_cli.cache_argument import passed_cache
 from kvq_cli.errors import UsageError
@@ -19,10 +20,8 @@ from kvq_cli.errors import UsageError
 if TYPE_CHECKING:
     from kvq_cli.attention.attention_hooks import AttentionHooks
 
-#: Arguments of a model's forward with an entry for each column of the pass, and the dimension of the columns.
-_BY_COLUMN = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1, "cache_position": 0}
-#: Arguments that ask for more than logits.
-_UNSUPPORTED = ("output_hidden_states", "output_attentions", "labels")
+#: Switches that ask for more than logits.
+_UNSUPPORTED = ("output_hidden_states", "output_attentions")
 
 
 @contextmanager
@@ -42,12 +41,16 @@ def split_passes(model: PreTrainedModel, hooks: AttentionHooks, columns: int) ->
             return forward(*args, **kwargs)
         if not hooks.owns(cache) or not hooks.sees_compressed(cache):
             return forward(*args, **kwargs)
-        asked = [name for name in _UNSUPPORTED if given.get(name) is not None and given[name] is not False]
-        if asked or given.get("return_dict") is False:
+        more = [name for name in _UNSUPPORTED if asked(model, given, name)]
+        more += ["labels"] if given.get("labels") is not None else []
+        more += [] if asked(model, given, "return_dict") else ["return_dict=False"]
+        if more:
             raise UsageError(
                 f"a pass of {inputs.shape[1]} tokens is computed {columns} at a time (recent), to logits alone: do not "
-                f"pass {asked[0] if asked else 'return_dict=False'}, or give at most {columns} tokens"
+                f"pass {more[0]}, or give at most {columns} tokens"
             )
+        if not _fits(given, cache.get_seq_length(), inputs.shape[1]):
+            return forward(*args, **kwargs)  # which names what does not fit
         return _joined(forward, given, inputs.shape[1], columns)
 
     with replaced_attribute(model, "forward", in_parts):
@@ -60,17 +63,30 @@ def _joined(forward: Any, given: dict[str, Any], columns: int, most: int) -> Any
     if isinstance(keep, Tensor):
         raise UsageError(f"a pass of {columns} tokens is computed {most} at a time: give logits_to_keep as a number")
     keep, logits = keep or columns, []
-    for begin in range(0, columns, most):
-        end = min(begin + most, columns)
-        part = {name: _part(name, value, begin, end, past) for name, value in given.items()}
-        kept = end - max(begin, columns - keep)
-        if "logits_to_keep" in given:
-            part["logits_to_keep"] = max(1, kept)
-        output = forward(**part)
-        if kept > 0:
-            logits.append(output.logits)
+    try:
+        for begin in range(0, columns, most):
+            end = min(begin + most, columns)
+            part = {name: _part(name, value, begin, end, past) for name, value in given.items()}
+            kept = end - max(begin, columns - keep)
+            if "logits_to_keep" in given:
+                part["logits_to_keep"] = max(1, kept)
+            output = forward(**part)
+            if kept > 0:
+                logits.append(output.logits)
+    except BaseException:  # the cache has a part of what the caller takes for one pass
+        passed_cache(given).unfinished |= begin > 0
+        raise
     output.logits = torch.cat(logits, dim=1)
     return output
+
+
+def _fits(given: dict[str, Any], past: int, columns: int) -> bool:
+    """Whether every argument has as many columns as the pass, or with those of the cache: a cut would hide it."""
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape[-1] != past + columns:
+        return False
+    cut = ((value, BY_COLUMN[name]) for name, value in given.items() if name in BY_COLUMN)
+    return all(value.shape[dim] == columns for value, dim in cut if isinstance(value, Tensor))
 
 
 def _part(name: str, value: Any, begin: int, end: int, past: int) -> Any:
@@ -79,5 +95,5 @@ def _part(name: str, value: Any, begin: int, end: int, past: int) -> Any:
         return value
     if name == "attention_mask":
         return value[:, : past + end]
-    dim = _BY_COLUMN.get(name)
+    dim = BY_COLUMN.get(name)
     return value if dim is None else value.narrow(dim, begin, end - begin)

@@ -326,6 +326,7 @@ class CompressedLayer(CacheLayerMixin):
             copy.restore(snapshots, self.columns, self.kv_heads, self.numbers_per_token)
         for stream, own in zip(copy.streams, self.streams, strict=True):
             stream.rollback_like(own)
+        copy.absorbing = self.absorbing  # a pass that ended inside a layer: no more may follow
         return copy
 
     @changes_stored_tensors

@@ -171,10 +171,8 @@ def _tensors(cache: CompressedCache) -> Iterator[tuple[str, Tensor]]:
         for part, tensor in stream.snapshot().tensors().items():
             # The state of rows that were removed may have been larger.
             kept = tensor[tuple(slice(0, size) for size in wanted[part].shape)].detach().to("cpu").contiguous()
-            if stream.codec.deflates and part.startswith("packed."):
-                yield f"{name}.{part}{SUFFIX}", deflated(kept)
-            else:
-                yield f"{name}.{part}", kept
+            in_file = _file_name(name, part, stream)
+            yield in_file, deflated(kept) if in_file.endswith(SUFFIX) else kept
 
 
 def _digest(tensors: Iterator[tuple[str, Tensor]]) -> str:
@@ -253,19 +251,18 @@ class SavedCache:
             raise KvqError(f"{self.path}: cannot read the tensor {name[:80]}: save it again") from error
 
     def checked(self, name: str, like: TensorSpec) -> Tensor:
-        """A copy of a tensor, which must have the shape and dtype of `like` and finite numbers."""
-        if name in self._names:
-            tensor = self.read(name)
-        elif name + SUFFIX in self._names:
-            octets = self.read(name + SUFFIX)
-            check_spec(spec_of(octets), TensorSpec((octets.numel(),), "uint8"), name + SUFFIX)
-            tensor = inflated(octets, like, name)
-        else:
+        """A copy of a tensor, which must have the shape and dtype of `like` and finite numbers. A name that ends in
+        `SUFFIX` is of a compressed one."""
+        if name not in self._names:
             raise KvqError(f"tensor {name} is missing")
+        tensor, compressed = self.read(name), name.endswith(SUFFIX)
+        if compressed:
+            check_spec(spec_of(tensor), TensorSpec((tensor.numel(),), "uint8"), name)
+            tensor = inflated(tensor, like, name)
         check_spec(spec_of(tensor), like, name)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise KvqError(f"tensor {name} has infinite numbers or NaN")
-        return tensor.clone()
+        return tensor if compressed else tensor.clone()
 
     def check_origin(self, origin: Origin) -> None:
         """Raise UsageError, naming both, for another model, method, option or artifact. The digest of the weights comes
@@ -341,18 +338,26 @@ class SavedCache:
                     name: _expected(stream, like, lengths, rows.prompts, dropped)
                     for (name, stream), like in zip(streams, shape.streams, strict=True)
                 }
-                known |= {f"{name}.{part}" for name, snapshot in wanted.items() for part in snapshot.tensors()}
+                held = dict(streams)
+                parts = ((name, part) for name, snapshot in wanted.items() for part in snapshot.tensors())
+                known |= {_file_name(name, part, held[name]) for name, part in parts}
                 device = shape.streams[0].device
-                snapshots = (self._snapshot(name, snapshot, device) for name, snapshot in wanted.items())
+                snapshots = (self._snapshot(name, held[name], one, device) for name, one in wanted.items())
                 layer.restore(snapshots, columns, shape.kv_heads, shape.numbers_per_token)
                 for name, stream in streams:
                     with _named(name):
                         stream.check()
-            if unknown := sorted(name for name in self._names - known if name.removesuffix(SUFFIX) not in known):
+            if unknown := sorted(self._names - known):
                 raise KvqError(f"the method stores no tensor {unknown[0][:80]}")
 
-    def _snapshot(self, name: str, wanted: Snapshot, device: torch.device) -> Snapshot:
-        return wanted.map(lambda part, like: self.checked(f"{name}.{part}", spec_of(like)).to(device))
+    def _snapshot(self, name: str, stream: Stream, wanted: Snapshot, device: torch.device) -> Snapshot:
+        return wanted.map(lambda part, like: self.checked(_file_name(name, part, stream), spec_of(like)).to(device))
+
+
+def _file_name(name: str, part: str, stream: Stream) -> str:
+    """The name in the file of a part of the stream `name`: packed parts may be compressed."""
+    compressed = stream.codec.deflates and part.startswith("packed.")
+    return f"{name}.{part}{SUFFIX if compressed else ''}"
 
 
 def _expected(stream: Stream, like: Tensor, lengths: Sequence[int], prompts: Sequence[int], dropped: int) -> Snapshot:

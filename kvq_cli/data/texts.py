@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,7 +110,8 @@ def text_name(dataset: str) -> str:
     path, field = _file_and_field(dataset)
     if not path.is_file():
         return dataset
-    return path.name.split(".")[0] + ("" if field == TEXT_FIELD else f"_{field}")
+    suffix = "" if field == TEXT_FIELD else f"_{re.sub(r'[^A-Za-z0-9]+', '_', field)}"  # it becomes part of file names
+    return path.name.split(".")[0] + suffix
 
 
 def dataset_names() -> tuple[str, ...]:

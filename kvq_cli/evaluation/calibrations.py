@@ -31,17 +31,20 @@ def over_calibrations(methods: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _groups(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
+    """Labels by method and options; of results of the same artifact, or of methods without one, the first."""
+    groups: dict[str, dict[str, str]] = {}
     for label, document in methods.items():
-        groups.setdefault(json.dumps(document["config"]["method"], sort_keys=True), []).append(label)
-    return list(groups.values())
+        config = document["config"]
+        artifact = json.dumps(config.get("artifact"), sort_keys=True)
+        groups.setdefault(json.dumps(config["method"], sort_keys=True), {}).setdefault(artifact, label)
+    return [list(labels.values()) for labels in groups.values()]
 
 
 def _label(methods: Mapping[str, Mapping[str, Any]], labels: Sequence[str]) -> str:
     """Return the label of one calibration; of several, that of the folder of results without the artifact's digest."""
     if len(labels) == 1:
         return labels[0]
-    return re.sub(r",artifact=[0-9a-f]+", "", methods[labels[0]]["config"]["folder"])
+    return re.sub(r",artifact=[0-9a-f]+", "", methods[labels[0]]["config"].get("folder", labels[0]))
 
 
 def _mean(entries: Sequence[Entry]) -> Entry:

@@ -31,8 +31,8 @@ def leaders(table: Table, folder: Path, methods: Mapping[str, Mapping[str, Any]]
     """Return the label of the leading method of each column, or none.
 
     A method leads if its mean is the best and its differences from all others exclude zero: paired differences where
-    `folder`, of `kvq eval`, still has the samples of both, else those of independent means with the standard errors of
-    the table. The uncompressed cache takes no part. methods: result documents of the table's rows, by label.
+    `folder`, of `kvq eval`, still has the same samples of both, else those of independent means with the standard
+    errors of the table. The uncompressed cache takes no part. methods: result documents of the table's rows, by label.
     """
 
     @cache
@@ -63,7 +63,7 @@ def _leader(table: Table, index: int, scores: Callable[[str], Scores]) -> set[st
 def _differ(
     first: Entry, second: Entry, of_first: Mapping[Hashable, float], of_second: Mapping[Hashable, float]
 ) -> bool:
-    if of_first.keys() & of_second.keys():
+    if of_first and of_first.keys() == of_second.keys():  # else the means are of other samples
         return common_samples(of_first, of_second).differs
     if first.value is None or second.value is None or first.error is None or second.error is None:
         return False

@@ -35,8 +35,11 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        """Whether the confidence interval excludes zero."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether the confidence interval excludes zero. Of few samples that all differ alike, whose interval has no
+        width, the sign test decides."""
+        if self.low is None or self.high is None or (self.p is not None and self.p >= 1 - CONFIDENCE):
+            return False
+        return self.low > 0 or self.high < 0
 
     @property
     def mark(self) -> str:
@@ -60,7 +63,7 @@ def _p_value(mean: float, error: float, degrees_of_freedom: int) -> float:
     from scipy.stats import t
 
     if error == 0:
-        return float(mean == 0)
+        return 1.0 if mean == 0 else 2.0**-degrees_of_freedom  # sign test: all n samples differ to one side
     return float(2 * t.sf(abs(mean) / error, degrees_of_freedom))
 
 
@@ -154,8 +157,10 @@ def sample_scores(folder: Path, methods: Mapping[str, Mapping], label: str) -> d
     """
     scores: dict[str, dict[Hashable, float]] = {}
     document = methods[label]
-    for name, path in document["samples"].items():
+    for name, path in document.get("samples", {}).items():
         task = _task(name)
+        if task not in document["n-samples"]:
+            continue
         results = document["results"].get(task, {})
         fractions = {metric for metric in results if is_fraction(methods.values(), task, metric)}
         try:

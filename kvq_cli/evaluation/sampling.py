@@ -29,13 +29,19 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling | None:
-        """Read a task's generation options; None if it answers greedily: `do_sample` false, or a temperature of 0."""
+        """Read a task's generation options; None if it answers greedily: `do_sample` false, or a temperature of 0.
+
+        A top_k below 1 leaves all tokens. ValueError for numbers that cannot be sampled with.
+        """
         given = {name: options[name] for name in SAMPLING_OPTIONS if options.get(name) is not None}
         samples = given.pop("do_sample", float(given.get("temperature", 0)) > 0)
         temperature = float(given.pop("temperature", 1.0))
         if not samples or temperature == 0:
             return None
-        return cls(temperature, float(given.get("top_p", 1)), int(given.get("top_k", 0)), float(given.get("min_p", 0)))
+        top_p, min_p = float(given.get("top_p", 1)), float(given.get("min_p", 0))
+        if temperature < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+            raise ValueError("sampling needs a temperature above 0, top_p above 0, and both top_p and min_p up to 1")
+        return cls(temperature, top_p, max(0, int(given.get("top_k", 0))), min_p)
 
     def sampler(self, keys: Sequence[str]) -> RowSampler:
         """Return the sampler of answers, one a row; keys: what identifies each, to seed its noise."""

@@ -8,7 +8,7 @@ from method_cases import ready
 from random_artifacts import tiny_model
 
 from kvq_cli import attach
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 
 OPTIONS = {"bits": 4, "sinks": 3, "recent": 8, "buffer": 2}
 TOKENS = 50
@@ -82,3 +82,30 @@ def test_what_cannot_be_cut_is_refused(model, ids):
         with pytest.raises(UsageError, match="give at most 8 tokens at once"):
             model.model(ids, past_key_values=kv.new_cache())
         assert model(ids[:, :8], past_key_values=kv.new_cache(), output_hidden_states=True).hidden_states
+
+
+@torch.no_grad()
+def test_a_pass_that_ends_in_a_later_part_leaves_a_cache_that_is_refused(model, ids):
+    with attach(model, ready("kvtc", OPTIONS, model), prefill="compressed") as kv:
+        cache = kv.new_cache()
+        wrong = torch.arange(TOKENS).repeat(2, 1)
+        wrong[:, 20:] += 5  # a gap, which the third part has
+        with pytest.raises(UsageError):
+            model(ids, position_ids=wrong, past_key_values=cache)
+        with pytest.raises(KvqError, match="half updated"):
+            model(ids[:, :4], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_mask_of_other_columns_is_refused_as_in_one_pass(model, ids):
+    mask = torch.ones(2, TOKENS + 10, dtype=torch.long)
+    kv = attach(model, ready("kvtc", OPTIONS, model), prefill="compressed")
+    with kv, pytest.raises(UsageError, match="attention_mask"):
+        model(ids, attention_mask=mask, past_key_values=kv.new_cache())
+
+
+def test_more_than_logits_by_the_models_config_is_refused(model, ids, monkeypatch):
+    with attach(model, ready("kvtc", OPTIONS, model), prefill="compressed") as kv:
+        monkeypatch.setattr(model.config, "output_hidden_states", True)
+        with pytest.raises(UsageError, match="do not pass output_hidden_states"), torch.no_grad():
+            model(ids, past_key_values=kv.new_cache())

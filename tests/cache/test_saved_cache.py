@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from kvq_cli import attach
 from kvq_cli.cache.cache import CompressedCache
-from kvq_cli.cache.saved_cache import _checksum
-from kvq_cli.errors import UsageError
+from kvq_cli.cache.deflate import deflated
+from kvq_cli.cache.saved_cache import _checksum, _digest
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build, method_names
 
 
@@ -76,6 +77,27 @@ def deflated_parts(file: Path) -> dict[str, torch.Tensor]:
             )
             for _, layer, stream, _, part, _ in names
         }
+
+
+@torch.no_grad()
+def test_compressed_tensors_of_a_method_that_compresses_none_are_refused(tmp_path):
+    """Else any tensor of a small file could become a thousand times as large."""
+    model, file, other = tiny_model(hidden_size=64), tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    run, method = Run(model), build("fp16")
+    with attach(model, method) as kv:
+        cache = kv.new_cache()
+        run.feed(cache, 0, DOCUMENT)
+        cache.save(file, run.ids[:, :DOCUMENT])
+        with safe_open(file, "pt") as held:
+            tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+            about = json.loads(held.metadata()["kvq"])
+        name = next(name for name in tensors if name.startswith("layers.0."))
+        tensors[f"{name}.deflate"] = deflated(tensors.pop(name))
+        about["sha256"] = _digest((name, tensors[name]) for name in sorted(tensors))
+        about["checksum"] = _checksum(about)
+        save_file(tensors, other, {"kvq": json.dumps(about)})
+        with pytest.raises(KvqError, match=f"tensor {name} is missing"):
+            kv.load_cache(other)
 
 
 @torch.no_grad()

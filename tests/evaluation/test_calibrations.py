@@ -15,6 +15,7 @@ def document(name, kl, bits=2, artifact=None):
         "cache": {"p": {"nominal_bits": bits, "measured_bits": bits + 1, "bytes": 2048, "ratio": 4, "tokens": 9}},
         "config": {
             "method": {"name": name, "bits": bits},
+            "artifact": artifact,
             "folder": f"{name}-{bits}bit" + (f",artifact={artifact}" if artifact else ""),
             "model_args": {"name": "reference"},
         },
@@ -29,6 +30,7 @@ def folder(tmp_path):
         "0": document("temporalkv", 0.1, artifact="0123abcd"),
         "1": document("temporalkv", 0.2, artifact="0123abce"),
         "2": document("temporalkv", 0.3, artifact="0123abcf"),
+        "2 (again)": document("temporalkv", 0.4, artifact="0123abcf"),
         "klt-2bit": document("klt", 0.05, artifact="99"),
     }
     (tmp_path / "comparison.json").write_text(json.dumps({"methods": methods}))
@@ -51,6 +53,6 @@ def test_artifacts_of_one_method_are_one_row_with_their_spread(kvq, folder):
 
 def test_results_without_two_artifacts_of_a_method_are_refused(kvq, fails, folder):
     document = json.loads((folder / "comparison.json").read_text())
-    del document["methods"]["1"], document["methods"]["2"]
+    del document["methods"]["0"], document["methods"]["1"]
     (folder / "comparison.json").write_text(json.dumps(document))
     fails("results", folder, "--calibrations", code=2, says="no method has results of two artifacts")

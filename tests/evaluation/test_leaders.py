@@ -77,6 +77,19 @@ def test_without_samples_errors_of_means_decide(methods, tmp_path):
     assert bold["perplexity"] == set()  # 0.42 apart, with errors of 2.5
 
 
+def test_a_lead_over_other_samples_is_not_paired(methods, tmp_path):
+    """Of b, only the first two texts are there, on which a has the lower loss by chance of the texts."""
+    del methods["c"]
+    methods["b"]["n-samples"]["perplexity"]["effective"] = 2
+    assert _bold(methods, tmp_path)["perplexity"] == set()
+
+
+def test_documents_of_earlier_versions_have_no_samples(methods, tmp_path):
+    for document in methods.values():
+        del document["samples"]
+    assert _bold(methods, tmp_path)["perplexity"] == set()
+
+
 def test_without_scipy_errors_of_means_decide(methods, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     assert _bold(methods, tmp_path)["perplexity"] == set()

@@ -90,6 +90,7 @@ def test_p_values_are_those_of_the_paired_t_test_corrected_for_the_number_of_met
     assert corrected["a"].holm == pytest.approx(2 * p["a"]) and corrected["a"].mark == "" and corrected["d"].holm == 1
     assert with_holm({"c": found["c"]})["c"].holm is None and found["c"].mark == "*"
     assert paired([1.0], [2.0]).p is None
+    assert [paired([100.0] * n, [0.0] * n).differs for n in (2, 5, 6)] == [False, False, True]  # sign test
 
 
 def test_best_values_exclude_the_uncompressed_cache(folder):

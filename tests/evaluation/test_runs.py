@@ -306,6 +306,16 @@ def test_methods_of_another_folder_stand_beside_those_of_this_one(loaded, tmp_pa
     assert rows["kivi-2bit (b)"]["perplexity-96 KL"]["mean"] == pytest.approx(
         json.loads(together.stdout)["methods"]["kivi-2bit"]["perplexity-96 KL"]["mean"]
     )
+    (tmp_path / "other").mkdir()
+    shutil.copytree(tmp_path / "b", tmp_path / "other" / "b")
+    twice = ("results", tmp_path / "a", "--with", tmp_path / "b", "--with", tmp_path / "other" / "b", "--format", "csv")
+    assert len(kvq(*twice).stdout.splitlines()) == 7  # the head, fp16, kivi of three folders, turboquant of two
+    compact = json.loads((tmp_path / "other" / "b" / "comparison.json").read_text())
+    for document in compact["methods"].values():
+        del document["configs"]
+    shutil.rmtree(tmp_path / "other" / "b" / "runs")
+    (tmp_path / "other" / "b" / "comparison.json").write_text(json.dumps(compact))
+    fails(*twice[:2], "--with", tmp_path / "other" / "b", code=2, says="does not say the settings of its tasks")
     table = kvq("results", tmp_path / "a", "--with", tmp_path / "b", "--format", "csv").stdout.splitlines()
     assert [line.split(",")[0] for line in table] == ["method", "fp16", "kivi-2bit", "kivi-2bit (b)", "turboquant-2bit"]
     said = f"--with {tmp_path / 'c'}: another prompts, tasks than {tmp_path / 'a'} has: not the same samples"

@@ -20,10 +20,17 @@ LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
         ({"temperature": 0.7}, Sampling(0.7)),
         ({"do_sample": True}, Sampling(1.0)),
         ({"do_sample": True, "temperature": None, "top_k": 3, "top_p": 0.9}, Sampling(1.0, 0.9, 3)),
+        ({"do_sample": True, "top_k": -1}, Sampling(1.0)),
     ],
 )
 def test_a_tasks_options_say_whether_and_how_it_samples(options, expected):
     assert Sampling.of(options) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": 2}])
+def test_numbers_that_cannot_be_sampled_with_are_errors(wrong):
+    with pytest.raises(ValueError, match="sampling needs a temperature above 0"):
+        Sampling.of({"do_sample": True, **wrong})
 
 
 @pytest.mark.parametrize(

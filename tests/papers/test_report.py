@@ -35,7 +35,7 @@ def test_scores_of_each_window_are_written(tmp_path):
 
 
 def test_pairs_with_a_method_that_was_left_out_are_left_out(tmp_path):
-    methods = {name: evaluated(tmp_path, name, at) for name, at in {"a": [0.5, 0.75], "b": [1.5, 1.75]}.items()}
+    methods = {name: evaluated(tmp_path, name, at) for name, at in {"a": [0.5, 0.75], "b": [1.5, 1.8]}.items()}
     pairs = [("first", "a", "b"), ("second", "a", "failed"), ("third", "failed", "b"), ("fourth", "b", "a")]
     columns, rows = claims_table(replace(target("compare-fair"), pairs=pairs), tmp_path, methods, tabulate(methods))
     assert [(row[0], row[-1]) for row in rows] == [("first", "yes"), ("fourth", "no")]

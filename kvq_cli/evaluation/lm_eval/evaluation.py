@@ -176,7 +176,8 @@ class LmEvalEvaluation(Evaluation):
             decoded = self.length - max_prompt_tokens(generation, self.length, self._options.get("new_tokens"))
         passes = [{_text(request)[:-2] for request in requests} for requests in self._requests]
         characters = sum(len(text) for texts in passes for text in texts)
-        return Work(prompt=max(1, characters // CHARACTERS_PER_TOKEN // self.count), decoded=decoded)
+        answers = max((_answers(request) for requests in self._requests for request in requests), default=1)
+        return Work(prompt=max(1, characters // CHARACTERS_PER_TOKEN // self.count), decoded=decoded * answers)
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]

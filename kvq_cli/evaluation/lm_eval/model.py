@@ -211,14 +211,21 @@ def check_generation(task: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             raise UsageError(f"{task} generates with {name}, which kvq does not support")
+    try:
+        Sampling.of(options)
+    except ValueError as error:
+        raise UsageError(f"{task}: {error}") from None
 
 
 def _answer_names(requests: Sequence[Instance]) -> list[str]:
-    """Names of a request's answers, equal for all methods and batches: document, prompt, and which repeat it is."""
+    """Names of requests' answers, equal for all methods and batches: task, document, request, and which repeat it is.
+
+    Not the prompt: some chat templates write today's date into it.
+    """
     seen: Counter[str] = Counter()
     names = []
     for request in requests:
-        name = f"{request.doc_id} {request.args[0]}"
+        name = f"{request.task_name} {request.doc_id} {request.idx}"
         names.append(f"{seen[name]} {name}")
         seen[name] += 1
     return names

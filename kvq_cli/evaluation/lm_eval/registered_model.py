@@ -41,7 +41,7 @@ class KvqLM(AttachedLM):
     pretrained: "reference", a Hugging Face id or a folder. artifact: folder of a calibrated artifact; or method, bits
     and the method's options (`kvq methods NAME` lists them). prefill, backend, device, dtype,
     trust_remote_code: as for `kvq eval`.
-    max_length, truncation, new_tokens: as for `AttachedLM`.
+    max_length, truncation, new_tokens: as for `AttachedLM`; sampling_seed: its seed.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class KvqLM(AttachedLM):
         max_length: int | None = None,
         truncation: str = "left",
         new_tokens: int | None = None,
+        sampling_seed: int = 0,
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
@@ -82,6 +83,7 @@ class KvqLM(AttachedLM):
             max_length=max_length,
             truncation=truncation,
             new_tokens=new_tokens,
+            seed=int(sampling_seed),
         )
         self.identity = {
             "kvq": __version__,
@@ -96,6 +98,7 @@ class KvqLM(AttachedLM):
             "max_length": self.max_length,
             "truncation": truncation,
             "new_tokens": new_tokens,
+            **({"sampling_seed": self.seed} if self.seed else {}),
         }
 
     def close(self) -> None:
