@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -65,11 +64,12 @@ def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-index"]
-    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", str(wheel)], check=True)
+    # Without the checkout on Python's path, whose egg-info would pass for an installed kvq.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([*pip, "--no-deps", "--disable-pip-version-check", wheel], check=True, cwd=folder, env=environment)
     (packages,) = folder.glob("lib/python*/site-packages")
     # A path alone: the .pth files there, such as an editable kvq's, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def run(program: str, *arguments: str) -> str:
         command = [str(folder / "bin" / program), *arguments]
@@ -89,8 +89,7 @@ def test_the_wheel_has_the_tracked_files_of_both_packages_alone(wheel):
 
 def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     sdist = build("sdist", source, tmp_path)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     assert not {"tests", "lab", "tools"} & {path.name for path in unpacked.iterdir()}
     assert names(build("wheel", unpacked, tmp_path)) == names(wheel)

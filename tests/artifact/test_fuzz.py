@@ -93,8 +93,8 @@ def statistic_out_of_range(mutant: Mutant) -> None:
     kind, tensor = name.split(".")[3], mutant.tensors[name].clone()
     out_of_range = {"std": -0.5, "deviation": -0.5, "lower": 1e9, "upper": -1e9}
     out_of_range |= {"choice": mutant.draw.choice([-1, 2, 100]), "widths": mutant.draw.choice([0, 9, 100])}
-    number = out_of_range.get(kind)
-    tensor.view(-1)[mutant.draw.randrange(tensor.numel())] = float("nan") if number is None else number
+    number = out_of_range.get(kind, float("nan") if tensor.is_floating_point() else -1)
+    tensor.view(-1)[mutant.draw.randrange(tensor.numel())] = number
     mutant.tensors[name] = tensor
 
 

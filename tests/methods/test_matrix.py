@@ -182,6 +182,16 @@ def first_moved_tokens(first, second) -> int:
     return 0
 
 
+def first_moved_alone(first, second, error: torch.Tensor) -> bool:
+    """Whether row 0's logits are alike up to the first token that differs, and that one by no more than a code: one of
+    all layers together moves the inputs of all, so that codes of later tokens follow."""
+    pairs = [(a.read(0), b.read(0)) for one, other in zip(first.layers, second.layers, strict=True)
+             for a, b in zip(one.streams, other.streams, strict=True)]  # fmt: skip
+    moved = torch.stack([(a - b).abs().movedim(-2, 0).flatten(1).amax(1) / a.abs().max() for a, b in pairs]).amax(0)
+    token = int((moved > 1e-5).nonzero()[0])
+    return bool(moved[token] < 0.01) and bool((error[:, : token + 1] < 1e-4).all())
+
+
 CASES = list(zip(METHODS, itertools.cycle(itertools.product(HEADS, HEAD_DIMS)), strict=False))
 
 
@@ -209,10 +219,12 @@ def test_padded_batch_equals_single_rows_token_by_token(method, kind, shape_of, 
     error = (batch[:1, 11:] - torch.cat(singles, dim=1)).abs()
     # Where rounding of the activations flips a code, one number moves: rare, and small. A code of klt is that of a
     # component, which moves all numbers of one token.
-    assert error.quantile(0.9) < 1e-3 or first_moved_tokens(padded, cache) == 1
+    if error.quantile(0.9) >= 1e-3:
+        joined = method[0] == "kvtc"
+        assert first_moved_alone(padded, cache, error) if joined else first_moved_tokens(padded, cache) == 1
     assert error.max() < 0.1 * batch.abs().max()
     lossless = model(ids, attention_mask=mask, position_ids=positions).logits
-    assert (batch - lossless)[mask.bool()].abs().max() > 0.01 or built.nominal_bits == 8
+    assert (batch - lossless)[mask.bool()].abs().max() > (0.01 if built.nominal_bits < 8 else 1e-4)
 
 
 @pytest.mark.parametrize(("name", "options"), first_of_each(METHODS, IDS))
