@@ -16,7 +16,7 @@ BLOCK = re.compile(r"(?:<!-- (?P<comment>[^\n]*?) -->\n)?```bash\n(?P<text>.*?)`
 def page_commands() -> list[list[str]]:
     """The words of the commands of the page's first section."""
     text = (ROOT / "docs" / "SERVING.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    return [shlex.split(found["text"]) for found in BLOCK.finditer(text)]
+    return [shlex.split(found["text"], comments=True) for found in BLOCK.finditer(text)]
 
 
 def test_five_commands_lead_to_an_answer(tmp_path):
