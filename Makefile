@@ -21,7 +21,7 @@ DEMO := results/demo
 DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
 # Equal windows for all methods: by default KIVI keeps 128 recent tokens in 16 bits, TemporalKV none.
 WINDOWS := --set sinks=8 --set recent=32 --set buffer=32
-DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 $(WINDOWS) --context 512 --limit 2
+DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 $(WINDOWS) --seqlen 512 --samples 2
 ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(foreach bits,1 2 3 4,kvquant-$(bits)bit) \
 	xquant xquant-cl klt-2bit
 # Tables and figures of the papers; their results are in results/reproduction/MODEL.

@@ -19,7 +19,7 @@ from kvq_cli.paths import artifact_folder
 from kvq_cli.tuning import recommend as tuning
 
 SMALL = {"samples": 4, "seqlen": 200, "points": 256, "iterations": 2}
-WINDOWS = {"seqlen": 64, "limit": 1}
+WINDOWS = {"seqlen": 64, "samples": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
 
 
@@ -53,7 +53,7 @@ def test_evaluate_is_the_command(tiny, tiny_folder, kvq, capsys):  # noqa: F811
     methods = ["fp16", "kivi-2bit:group=8:residual=16"]
     found = evaluate(tiny.model, methods, tokenizer=tiny.tokenizer, **WINDOWS, out="mine")
     assert capsys.readouterr() == ("", "")
-    words = ["--seqlen", 64, "--limit", 1, "--out", "other", "--json"]
+    words = ["--seqlen", 64, "--samples", 1, "--out", "other", "--json"]
     result = kvq("eval", "--model", tiny_folder, "--compare", ",".join(methods), *words)
     expected = json.loads(result.stdout)
     assert {label: one["results"] for label, one in found["methods"].items()} == {
@@ -84,8 +84,8 @@ def test_options_are_checked_as_on_the_command_line(tiny):  # noqa: F811
         calibrate(tiny.model, "kivi", **held)
     with pytest.raises(KvqError, match="temporalkv-2bit needs calibration: run `kvq calibrate "):
         evaluate(tiny.model, "temporalkv-2bit", **held)
-    with pytest.warns(UserWarning, match="--context has no effect: only tasks of RULER read it"):
-        evaluate(tiny.model, "kivi:group=8:residual=16", context=[512, 1024], **WINDOWS, **held)
+    with pytest.warns(UserWarning, match="--templates has no effect: only tasks of RULER read it"):
+        evaluate(tiny.model, "kivi:group=8:residual=16", templates="standard", **WINDOWS, **held)
 
 
 def test_recommend_leaves_out_an_artifact_of_another_model(tiny, tmp_path, capsys):  # noqa: F811

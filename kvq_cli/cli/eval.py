@@ -62,16 +62,14 @@ Artifacts = Annotated[
         rich_help_panel=opt.METHOD,
     ),
 ]
-Contexts = Annotated[
-    str | None,
+Samples = Annotated[
+    int | None,
     _samples(
-        "--context",
-        metavar="N,...",
-        help="RULER: context lengths, prompt and answer, in tokens (default: 4096; the built-in model: 1024).",
+        "--samples",
+        min=1,
+        help="Number of samples of each task: windows of each text, prompts, documents (default: 500 for RULER, 4 for "
+        "drift, else all).",
     ),
-]
-Limit = Annotated[
-    int | None, _samples("--limit", min=1, help="Number of samples of each task (default: 500 for RULER, else all).")
 ]
 Datasets = Annotated[
     str,
@@ -84,12 +82,12 @@ Datasets = Annotated[
     ),
 ]
 Seqlen = Annotated[
-    int | None,
+    str | None,
     _samples(
         "--seqlen",
-        min=2,
-        help="Perplexity: tokens per window (default: 2048; the built-in model: 1024). Drift: of a prompt and its "
-        "answer (default: 2560).",
+        metavar="N,...",
+        help="Tokens per sample: of a window (perplexity; default: 2048), of a prompt and its answer (RULER: 4096, "
+        "or several lengths; drift: 2560). The built-in model: 1024.",
     ),
 ]
 PromptTokens = Annotated[
@@ -100,9 +98,6 @@ PromptTokens = Annotated[
         help="Perplexity, drift: length of each window's prompt, to which methods fit their state; only the tokens "
         "after it are scored (default: half of the window; drift: a fifth).",
     ),
-]
-Windows = Annotated[
-    int | None, _samples("--windows", min=1, help="Perplexity, drift: number of windows (default: --limit).")
 ]
 HaystackFile = Annotated[
     str,
@@ -200,12 +195,10 @@ class TaskOptions:
     """The tasks and their samples."""
 
     task: Tasks = "perplexity"
-    context: Annotated[Contexts, rules.only_ruler] = None
-    limit: Annotated[Limit, rules.not_windows] = None
+    samples: Samples = None
+    seqlen: Annotated[Seqlen, rules.not_lm_eval] = None
     dataset: Annotated[Datasets, rules.only_texts] = "prose"
-    seqlen: Annotated[Seqlen, rules.only_texts] = None
     prompt_tokens: Annotated[PromptTokens, rules.only_texts] = None
-    windows: Annotated[Windows, rules.only_texts] = None
     haystack: Annotated[HaystackFile, rules.only_essays] = "prose"
     qa_file: Annotated[QaFile, Rule(rules.question_notes)] = None
     templates: Annotated[Templates, rules.only_ruler] = "auto"
@@ -228,15 +221,13 @@ class TaskOptions:
             check_dataset(dataset)
         return EvaluationSettings(
             tasks=opt.names(self.task, "--task"),
-            contexts=None if self.context is None else opt.numbers(self.context, "--context"),
-            limit=self.limit,
+            samples=self.samples,
+            seqlens=None if self.seqlen is None else opt.numbers(self.seqlen, "--seqlen"),
             seed=model_options.seed,
             prefill=prefill,
             backend=model_options.backend,
             datasets=datasets,
-            seqlen=self.seqlen,
             prompt_tokens=self.prompt_tokens,
-            windows=self.windows,
             templates=self.templates,
             chat_template=self.chat_template,
             haystack=self.haystack,
@@ -381,7 +372,7 @@ def single_result(document: dict[str, Any]) -> dict[str, Any]:
 
 evaluate.everyday = (  # type: ignore[attr-defined]  # functions have it at run time
     *("task", "compare", "method", "bits", "artifact", "set_"),
-    *("model", "device", "dataset", "context", "limit", "out"),
+    *("model", "device", "dataset", "seqlen", "samples", "out"),
 )
 
 

@@ -80,7 +80,9 @@ def artifact_notes(values: Values, flag: str) -> Iterator[str]:
 only_texts = unless(lambda values: bool({*_TEXTS} & {*_families(values)}), "only perplexity and drift read it")
 only_ruler = unless(lambda values: "ruler" in _families(values), "only tasks of RULER read it")
 only_lm_eval = unless(lambda values: "lm_eval" in _families(values), "only tasks of lm-eval read it")
-not_windows = unless(lambda values: values["windows"] is None or answers(values), "--windows replaces it")
+not_lm_eval = unless(
+    lambda values: not {*_families(values)} <= {"lm_eval"}, "tasks of lm-eval set the length of their prompts"
+)
 only_essays = unless(
     lambda values: any(task.args.get("haystack") == "essay" for task in _ruler_tasks(values)),
     "only RULER's tasks with essays read it",

@@ -30,8 +30,8 @@ EXAMPLES = {
         "kvq serve --artifact artifacts/reference/temporalkv-2bit --max-model-len 1024 --dry-run",
     ),
     "eval": (
-        "kvq eval --task perplexity --compare fp16,kivi,temporalkv --bits 2 --limit 8",
-        "kvq eval --task ruler --compare kivi-2bit,innerq:sign=inside --set sinks=32 --set recent=96 --context 512",
+        "kvq eval --task perplexity --compare fp16,kivi,temporalkv --bits 2 --samples 8",
+        "kvq eval --task ruler --compare kivi-2bit,innerq:sign=inside --set sinks=32 --set recent=96 --seqlen 512",
         "kvq eval --task lm_eval:gsm8k --method kivi --model meta-llama/Llama-3.1-8B",
     ),
     "bench": (

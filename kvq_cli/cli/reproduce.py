@@ -35,7 +35,7 @@ Fast = Annotated[bool, typer.Option("--fast", help="With --all: only the quick o
 Options = Annotated[
     str,
     typer.Option(
-        "--options", metavar="TEXT", help='Further options of the underlying command: "--device cuda --limit 50".'
+        "--options", metavar="TEXT", help='Further options of the underlying command: "--device cuda --samples 50".'
     ),
 ]
 Root = Annotated[Path, typer.Option("--out", metavar="DIR", help="Result folder, with a subfolder per model.")]

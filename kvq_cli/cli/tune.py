@@ -62,7 +62,7 @@ Text = Annotated[
         help="Texts on whose evaluation split KL is measured, separated by commas: names or files as for --dataset.",
     ),
 ]
-Windows = Annotated[int, _search("--windows", min=1, help="Windows of each text.")]
+TextSamples = Annotated[int, _search("--text-samples", min=1, help="Number of windows of each text.")]
 TextSeqlen = Annotated[
     int, _search("--text-seqlen", min=2, help="Tokens per window; the second half of a window is scored.")
 ]
@@ -105,7 +105,7 @@ def tune(
     kl: Annotated[Kl, _only_memory] = None,
     candidates: Candidates = None,
     text: Text = "prose,pydoc",
-    windows: Windows = 2,
+    text_samples: TextSamples = 2,
     text_seqlen: TextSeqlen = 1024,
     rounds: Rounds = 3,
     swaps: Swaps = 8,
@@ -129,7 +129,7 @@ def tune(
 
     named = CANDIDATES if candidates is None else tuple(opt.names(candidates, "--candidates"))
     texts = tuple(opt.names(text, "--text"))
-    options = TuneOptions(objective, budget, kl, named, texts, windows, text_seqlen, rounds, swaps, minutes)
+    options = TuneOptions(objective, budget, kl, named, texts, text_samples, text_seqlen, rounds, swaps, minutes)
     chosen_windows = windows_options(opt.method_options(set_))
     goal = f"{budget:g}bit" if objective == "kl" else f"kl-{kl:g}"
     folder = data.folder(model_artifacts(model_options.model) / f"mixed-{goal}")

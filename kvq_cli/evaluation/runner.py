@@ -285,7 +285,7 @@ def _check_compressed(evaluation: Evaluation, attached: Attached, label: str, re
     if attached.method.name != "fp16" and not any(record["cache"]["compressed"] for record in records):
         raise KvqError(
             f"{evaluation.name}: {label} compressed none of {records[0]['cache']['tokens']:.0f} tokens: all are"
-            " within its full-precision windows; pass a longer --context or --seqlen, or smaller windows with --set"
+            " within its full-precision windows; pass a longer --seqlen, or smaller windows with --set"
         )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 DEFAULT_CONTEXT, DEFAULT_SEQLEN = 4096, 2048
-"""Default lengths of RULER and of perplexity windows, limited by the model's context length."""
+"""Default tokens of RULER's prompts and of perplexity windows, limited by the model's context length."""
 SELF_WINDOWS = 16  # default number of windows sampled from the model itself
 DRIFT_LENGTH, DRIFT_PROMPTS = 2560, 4  # default tokens of a prompt and its answer, a fifth of them the prompt
 
@@ -33,7 +33,8 @@ class EvaluationSettings:
     """Options of an evaluation run; None selects the default given in the comment.
 
     tasks:    `perplexity`, `drift`, `ruler`, a task of RULER, or `lm_eval:NAME`.
-    limit:    samples (windows) of each task.
+    samples:  of each task: windows of each text, prompts, documents.
+    seqlens:  tokens of a sample: of a window, of a prompt and its answer. RULER takes several, other tasks one.
     prefill:  how prompt tokens attend to each other, "compressed" or "exact".
     backend:  implementation of decode attention, "auto", "triton" or "torch".
     datasets: texts for perplexity; of several, each is scored, and their mean.
@@ -41,15 +42,13 @@ class EvaluationSettings:
     """
 
     tasks: Sequence[str]
-    contexts: Sequence[int] | None = None  # 4096, at most the model's context length; the built-in model: 1024
-    limit: int | None = None  # RULER: 500; other tasks: all
-    windows: int | None = None  # perplexity, of each text: limit
+    samples: int | None = None  # RULER: 500; drift: 4; other tasks: all
+    seqlens: Sequence[int] | None = None  # RULER: 4096; drift: 2560; perplexity: 2048; the built-in model: 1024
     seed: int = 0
     prefill: str = "compressed"
     backend: str = "auto"
     datasets: Sequence[str] = ("prose",)
     prompt_tokens: int | None = None  # of each window of perplexity: half of it
-    seqlen: int | None = None  # 2048, at most the model's context length; the built-in model: 1024
     templates: str = "auto"
     chat_template: bool | None = None  # where the tokenizer has one; lm-eval: for tasks that generate alone
     haystack: str = "prose"
@@ -68,6 +67,9 @@ class EvaluationSettings:
                 raise _unknown_task(name)
             if is_lm_eval(name):
                 require_lm_eval(name)
+        if len(self.seqlens or ()) > 1 and (single := [name for name in self.tasks if name in (PERPLEXITY, DRIFT)]):
+            lengths = ",".join(map(str, self.seqlens or ()))
+            raise UsageError(f"--seqlen {lengths}: only tasks of RULER take several lengths, {single[0]} takes one")
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise UsageError(f"--data-dir {self.data_dir}: no such folder")
 
@@ -76,6 +78,11 @@ class EvaluationSettings:
         seconds."""
         if requested := requested_tasks(self.tasks):
             check_names(requested)
+
+    @property
+    def seqlen(self) -> int | None:
+        """The one length of perplexity and drift."""
+        return self.seqlens[0] if self.seqlens else None
 
     @property
     def ruler_tasks(self) -> list[str]:
@@ -106,10 +113,10 @@ def _ruler(settings: EvaluationSettings, loaded: LoadedModel, track: Tracker) ->
     templates = select_templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
-    contexts = settings.contexts or [loaded.default_length(DEFAULT_CONTEXT)]
+    contexts = settings.seqlens or [loaded.default_length(DEFAULT_CONTEXT)]
     advance = track("fitting RULER's prompts", len(contexts) * len(settings.ruler_tasks), 0)
     for context in contexts:
-        _check_length("--context", context, loaded)
+        _check_length("--seqlen", context, loaded)
         for name in settings.ruler_tasks:
             yield RulerEvaluation(
                 TASKS[name],
@@ -118,7 +125,7 @@ def _ruler(settings: EvaluationSettings, loaded: LoadedModel, track: Tracker) ->
                 templates,
                 sources,
                 seed=settings.seed,
-                limit=settings.limit,
+                limit=settings.samples,
                 prefill=settings.prefill,
                 chat=chat,
                 batch_size=settings.batch_size,
@@ -141,7 +148,7 @@ def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluati
             task,
             loaded,
             seed=settings.seed,
-            limit=settings.limit,
+            limit=settings.samples,
             prefill=settings.prefill,
             chat=settings.chat_template,
             batch_size=settings.batch_size,
@@ -165,18 +172,24 @@ def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[E
     prompt_tokens = settings.prompt_tokens or seqlen // 2
     if not prompt_tokens < seqlen:
         raise UsageError(f"--prompt-tokens {prompt_tokens}: windows of {seqlen} tokens leave none to score")
-    limit = settings.windows or settings.limit
     names = [text_name(dataset) for dataset in settings.datasets]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"--dataset: several texts are named {', '.join(sorted(twice))}")
     for dataset, name in zip(settings.datasets, names, strict=True):
         unscored = None if dataset == SELF else unknown_token(loaded.tokenizer)
         if dataset == SELF:
-            windows = sampled_windows(loaded.model, loaded.tokenizer, seqlen, limit or SELF_WINDOWS, settings.seed)
+            count = settings.samples or SELF_WINDOWS
+            windows = sampled_windows(loaded.model, loaded.tokenizer, seqlen, count, settings.seed)
         else:
             windows = evaluation_windows(loaded.tokenizer, dataset, seqlen, settings.seed, _data_dir(settings))
         yield PerplexityEvaluation(
-            windows, dataset, limit, prompt_tokens, settings.prefill, name if len(names) > 1 else None, unscored
+            windows,
+            dataset,
+            settings.samples,
+            prompt_tokens,
+            settings.prefill,
+            name if len(names) > 1 else None,
+            unscored,
         )
 
 
@@ -194,7 +207,7 @@ def _drift(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation:
         )
     if SELF in settings.datasets:
         raise UsageError(f"--dataset {SELF}: drift continues prompts of a text; give prose, pydoc or a text file")
-    each = settings.windows or settings.limit or DRIFT_PROMPTS
+    each = settings.samples or DRIFT_PROMPTS
     prompts = [
         evaluation_windows(loaded.tokenizer, dataset, prompt_tokens, settings.seed, _data_dir(settings))[:each]
         for dataset in settings.datasets

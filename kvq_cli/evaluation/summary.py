@@ -82,12 +82,12 @@ def _document(
             "method": dict(method.identity["method"]),
             "artifact": method.identity.get("artifact"),
             "device": str(loaded.model.device),
-            "limit": settings.limit,
+            "limit": settings.samples,
             "random_seed": settings.seed,
             "chat_template": {
                 one.task: one.config["chat_template"] for one in evaluations if "chat_template" in one.config
             },
-            "settings": {key: value for key, value in asdict(settings).items() if key not in ("limit", "seed")},
+            "settings": {key: value for key, value in asdict(settings).items() if key not in ("samples", "seed")},
         },
         "cache": {one.name: cache_summary(records[one.name]) for one in evaluations},
         "kvq_version": __version__,

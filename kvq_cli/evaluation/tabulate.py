@@ -131,8 +131,8 @@ def _columns(documents: Mapping[str, Mapping[str, Any]]) -> list[Column]:
                 title += f" {name}"
             percent = is_fraction(documents.values(), task, metric)
             columns.append(Column(title, task, metric, 1 if higher else -1, 1 if higher else 3, percent))
-    columns.append(Column("bits", "", "nominal_bits", 0, 2))
-    columns.append(Column("bits measured", "", "measured_bits", 0, 3))
+    columns.append(Column("nominal bits", "", "nominal_bits", 0, 2))
+    columns.append(Column("measured bits", "", "measured_bits", 0, 3))
     columns.append(Column("cache KiB", "", "bytes", 0, 1))
     return [*columns, Column("x smaller", "", "ratio", 0, 2)]
 

@@ -49,7 +49,7 @@ def claims_table(
     """A row per pair of methods: perplexity, KL and bits of both, the difference of their losses, and whether the
     better method's loss is lower; `?` if the difference may be chance. Pairs with a method that the comparison left out
     have none."""
-    columns = ["paper", "better", "than", "perplexity", "KL to fp16", "bits measured", "difference in loss", "holds"]
+    columns = ["paper", "better", "than", "perplexity", "KL to fp16", "measured bits", "difference in loss", "holds"]
     shown = {title: table.column(title) for title in columns[3:6]}
     rows = []
     for paper, better, than in target.pairs:

@@ -22,7 +22,7 @@ from kvq_cli.report.tables import Cell, pairs, table, value_text
 
 #: More points than this get a legend only, no labels of their own.
 MAX_LABELS = 14
-BITS = "bits measured"
+BITS = "measured bits"
 _NAMES = {"KL to fp16": "KL divergence to the uncompressed model", "top-1": "top-1 agreement (%)"}
 
 Section = tuple[str, Markup]

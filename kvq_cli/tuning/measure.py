@@ -62,8 +62,8 @@ def held_out_windows(loaded: LoadedModel, names: tuple[str, ...], seqlen: int, c
         windows = evaluation_windows(loaded.tokenizer, name, seqlen, seed)
         if len(windows) < count:
             raise UsageError(
-                f"--windows {count}: {name} has {len(windows)} of {seqlen} tokens: ask for at most {len(windows)}, or "
-                "lower --text-seqlen"
+                f"--text-samples {count}: {name} has {len(windows)} of {seqlen} tokens: ask for at most "
+                f"{len(windows)}, or lower --text-seqlen"
             )
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
         drawn.append(windows[order[:count]])

@@ -151,7 +151,7 @@ def measured(
     """
     compared = compared_methods([attachable for _, attachable in chosen])
     seqlen = loaded.default_length(SEQLEN)
-    settings = EvaluationSettings((PERPLEXITY,), windows=WINDOWS, datasets=(dataset,), seqlen=seqlen, seed=seed)
+    settings = EvaluationSettings((PERPLEXITY,), samples=WINDOWS, datasets=(dataset,), seqlens=(seqlen,), seed=seed)
     document = evaluate(loaded, compared, settings, folder, command=command, track=track, note=note)
     left = [
         (candidate, one)

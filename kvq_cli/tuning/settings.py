@@ -100,7 +100,7 @@ def measured_under(config: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict
         "--set": {key: method.get(key) for key in windows_names()},
         **{"--disk" if key == "budget" else f"--{key}": value for key, value in calibration.items()},
         "--text": tuning["text"],
-        "--windows": tuning["windows"],
+        "--text-samples": tuning["windows"],
         "--text-seqlen": tuning["seqlen"],
     }
 

@@ -22,9 +22,9 @@ def measured_on(target: Target, model: str) -> str:
         return texts
     tasks = [name.strip() for name in options.get("task", "").split(",")]
     answered = ", ".join(name for name in tasks if name != PERPLEXITY)
-    parts = [_scored(answered, "answers", options.get("limit"), options.get("context"))] if answered else []
+    parts = [_scored(answered, "answers", options.get("samples"), options.get("seqlen"))] if answered else []
     if PERPLEXITY in tasks:
-        parts.append(_scored(texts, "windows", options.get("windows"), options.get("seqlen")))
+        parts.append(_scored(texts, "windows", options.get("samples"), options.get("seqlen")))
     return "; ".join(parts)
 
 

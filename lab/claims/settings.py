@@ -170,7 +170,7 @@ def load_sweep(target: Target, model: str, root: Path = ROOT) -> Sweep | None:
         defaults,
         [effect(row, defaults) for row in rows if row not in defaults],
         missing,
-        next(iter(methods.values()))["config"]["settings"]["seqlen"],
+        next(iter(methods.values()))["config"]["settings"]["seqlens"][0],
     )
 
 

@@ -105,7 +105,7 @@ def goals_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], li
     """Columns and rows of the goals' table: of KL and perplexity, or where RULER was measured, of its mean."""
     if all(ruler_mean(document) is not None for document in methods.values()):
         return _ruler_table(methods)
-    columns = ["method", "bits measured", "KL", "best other method", "its KL", "ratio", "perplexity x", "goals"]
+    columns = ["method", "measured bits", "KL", "best other method", "its KL", "ratio", "perplexity x", "goals"]
     rows = []
     for one in reached(methods):
         other = [one.other or "none at these bits", _number(one.other_kl, 4), _number(one.ratio, 2)]
@@ -127,7 +127,7 @@ def _ruler_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], l
             if exact is not None:
                 verdict = f"RULER {_met(exact - means[label] <= MAX_RULER_LOSS)} (at most {MAX_RULER_LOSS:g} below)"
             rows.append([label, _number(measured_bits(document), 2), f"{means[label]:.1f}", *rivals, verdict])
-    return ["method", "bits measured", "RULER mean", "fp16's", "best other method", "its mean", "goals"], rows
+    return ["method", "measured bits", "RULER mean", "fp16's", "best other method", "its mean", "goals"], rows
 
 
 def _points(documents: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:

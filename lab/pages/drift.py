@@ -72,7 +72,7 @@ def _methods(folder: Path) -> Mapping[str, Mapping[str, Any]]:
 
 def _table(folder: Path, methods: Mapping[str, Mapping[str, Any]]) -> str:
     scores = read_scores(folder) or {}
-    columns = ["method", "bits measured", "KL", *(f"{n + 1}/{PARTS}" for n in range(PARTS))]
+    columns = ["method", "measured bits", "KL", *(f"{n + 1}/{PARTS}" for n in range(PARTS))]
     columns += ["last over first", "top-1", "greedy tokens alike"]
     rows = []
     for label, one in sorted(methods.items(), key=lambda entry: entry[1]["results"]["drift"]["kl,none"]):

@@ -19,7 +19,7 @@ KLT = "klt-"
 COLUMNS = (
     "method",
     "rank",
-    "bits measured",
+    "measured bits",
     "KL to fp16",
     f"KL beside {BASELINE}'s",
     "KL over klt's at these bits",

@@ -167,7 +167,7 @@ def table(sweep: Sweep) -> str:
     texts = list(sweep.default.texts)
     columns = [
         "setting",
-        "bits measured",
+        "measured bits",
         f"bits at {LONG:,}",
         *texts,
         "perplexity",

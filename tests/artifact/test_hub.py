@@ -241,7 +241,7 @@ def test_commands_take_ids(hub, pushed, kvq):
     assert json.loads(shown.stdout)["method"]["name"] == "temporalkv"
     refused = kvq("generate", "hi", "--artifact", "user/repo")
     assert re.search(r"artifact user/repo@\w+ belongs to the model 'mine'", refused.stderr), refused.stderr
-    refused = kvq("eval", "--compare", "fp16,user/repo", "--limit", 1)
+    refused = kvq("eval", "--compare", "fp16,user/repo", "--samples", 1)
     assert re.search(r"artifact user/repo@\w+ belongs to the model 'mine'", refused.stderr), refused.stderr
 
 

@@ -200,7 +200,7 @@ def test_artifact_calibrated_with_faiss_matches_kvq_in_error_and_perplexity(kvq,
         assert f"--kmeans {engine}" in (load_artifact(engine).path / "README.md").read_text()
         errors[engine] = [layer[kind]["chosen"]["fisher"] for layer in config["errors"]["layers"] for kind in "kv"]
         evaluated = kvq(
-            *("eval", "--task", "perplexity", "--artifact", engine, "--context", 256, "--limit", 2),
+            *("eval", "--task", "perplexity", "--artifact", engine, "--seqlen", 256, "--samples", 2),
             *("--device", "cpu", "--out", f"results-{engine}", "--json"),
         )
         assert evaluated.exit_code == 0, evaluated.output

@@ -81,7 +81,7 @@ def test_help_shows_everyday_options_and_help_all_the_others(kvq):
     everyday, every = shown("--help"), shown("--help-all")
     assert everyday == {
         *("--task", "--compare", "--method", "--bits", "--artifact", "--set", "--model", "--device", "--dataset"),
-        *("--context", "--limit", "--out", "--help-all", "--help"),
+        *("--seqlen", "--samples", "--out", "--help-all", "--help"),
     }
     command = typer.main.get_command(module.app).commands["eval"]
     assert every == {parameter.opts[0] for parameter in command.params} | {"--help"}

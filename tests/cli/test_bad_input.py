@@ -20,7 +20,7 @@ from kvq_cli.reference import model_path
 
 COMMANDS = {
     "generate": ["generate", "what the prompt says", "-n", 2],
-    "eval": ["eval", "--task", "perplexity", "--seqlen", 128, "--limit", 1],
+    "eval": ["eval", "--task", "perplexity", "--seqlen", 128, "--samples", 1],
     "chat": ["chat"],
     "bench": ["bench", "generate", "--context", 16, "--batch", 1, "--tokens", 1, "--rounds", 1, "--bits", 3],
 }
@@ -124,7 +124,7 @@ def test_nan_error_names_the_layer(fails, made, command):
 
 
 def test_missing_data_set_is_an_error(fails):
-    perplexity = ["eval", "--task", "perplexity", "--limit", 1]
+    perplexity = ["eval", "--task", "perplexity", "--samples", 1]
     fails(*perplexity, "--dataset", "gone.txt", code=2, says="gone.txt")
     fails(*perplexity, "--dataset", "wikitext2", code=1, says="wikitext2")
 

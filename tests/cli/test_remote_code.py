@@ -18,7 +18,7 @@ from kvq_cli.reference import model_path
 ARGUMENTS = {
     "recommend": ["--memory", "8GB"],
     "generate": ["a prompt", "-n", 1],
-    "eval": ["--task", "perplexity", "--seqlen", 320, "--limit", 1],
+    "eval": ["--task", "perplexity", "--seqlen", 320, "--samples", 1],
     "analyze": ["entropy", "--samples", 1, "--seqlen", 16],
     "plan": ["--memory", "8GB"],
     "serve": ["--dry-run"],

@@ -23,7 +23,7 @@ RULED = {
     "generate": f"{DECODING} num_beams prompt_lookup when_full",
     "chat": f"{DECODING} when_full",
     "serve": SHARED,
-    "eval": f"{SHARED} context limit dataset seqlen prompt_tokens windows haystack qa_file templates chat_template "
+    "eval": f"{SHARED} dataset seqlen prompt_tokens haystack qa_file templates chat_template "
     "data_dir num_fewshot max_length max_new_tokens truncation save_prompts batch_size artifact prefill plot seed",
     "analyze": "model trust_remote_code accept_license device dtype seed set_ dataset samples seqlen out_dir",
     "bits": f"{SHARED} compare method shapes context batch model",
@@ -69,14 +69,14 @@ def _notes(line):
 @pytest.mark.parametrize(
     ("line", "announced"),
     [
-        ("eval --task perplexity --limit 2 --seqlen 96 --dataset prose", []),
-        ("eval --task perplexity --context 512 --batch-size 2", ["--context", "--batch-size"]),
-        ("eval --task ruler,perplexity --context 512 --limit 2 --plot x.png --qa-file f --haystack f --seed 1", []),
-        ("eval --task vt --qa-file f --haystack f --seqlen 96 --max-length 512", ["--qa-file", "--haystack", "--seqlen",
+        ("eval --task perplexity --samples 2 --seqlen 96 --dataset prose", []),
+        ("eval --task perplexity --seqlen 512 --batch-size 2", ["--batch-size"]),
+        ("eval --task ruler,perplexity --seqlen 512 --samples 2 --plot x.png --qa-file f --haystack f --seed 1", []),
+        ("eval --task vt --qa-file f --haystack f --seqlen 96 --max-length 512", ["--qa-file", "--haystack",
          "--max-length"]),
-        ("eval --task niah_single_2,qa_2 --qa-file f --haystack f --windows 2", ["--windows"]),
-        ("eval --task perplexity --windows 2 --limit 3", ["--limit"]),
-        ("eval --task perplexity,vt --windows 2 --limit 3", []),
+        ("eval --task niah_single_2,qa_2 --qa-file f --haystack f --samples 2", []),
+        ("eval --task lm_eval:gsm8k --seqlen 512 --samples 2", ["--seqlen"]),
+        ("eval --task lm_eval:gsm8k,drift --seqlen 512 --samples 2", []),
         ("eval --task perplexity --data-dir d --seed 1", ["--data-dir", "--seed"]),
         ("eval --task perplexity --dataset c4 --data-dir d --seed 1", []),
         ("eval --task lm_eval:gsm8k --data-dir d --num-fewshot 2 --truncation middle --chat-template", []),
@@ -154,7 +154,7 @@ def test_files_of_questions_that_no_task_reads_are_announced(tmp_path, monkeypat
 
 
 def test_notes_are_lines_on_stderr_also_for_options_of_a_file(kvq, tmp_path):
-    (tmp_path / "run.yaml").write_text("context: 512\n")
+    (tmp_path / "run.yaml").write_text("templates: standard\n")
     shown = kvq("bits", "--papers", "--help")  # asks for help alone
     assert shown.exit_code == 0 and shown.stderr == ""
     line = "plan --memory 1GB --reserve 1MB --compare kivi,innerq --set sign=inside --shapes tiny"
@@ -162,7 +162,7 @@ def test_notes_are_lines_on_stderr_also_for_options_of_a_file(kvq, tmp_path):
     assert result.exit_code == 0
     assert result.stderr.splitlines()[0] == "note: --set sign applies to innerq; not to kivi (no such option)"
     failed = kvq("eval", "--config", "run.yaml", "--dataset", "no-such-data", "--method", "fp16")
-    assert failed.stderr.splitlines()[0] == "note: --context has no effect: only tasks of RULER read it"
+    assert failed.stderr.splitlines()[0] == "note: --templates has no effect: only tasks of RULER read it"
 
 
 @pytest.mark.parametrize("method", ['{"name": []}', '{"name": "a", "bits": []}', "[]", "[" * 100_000])

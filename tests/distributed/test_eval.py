@@ -60,8 +60,8 @@ def test_workers_that_would_compute_other_records_are_refused(tiny_folder, monke
 def test_eval_on_a_cluster_whose_node_dies_writes_the_files_of_one_process(kvq, doomed, tmp_path, monkeypatch):
     """The samples that the node was evaluating start again, once; others do not."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert kvq(*WORDS, "--windows", "24", "--out", "one").exit_code == 0
-    assert kvq(*WORDS, "--windows", "2", "--out", "two").exit_code == 0  # the cluster resumes it
+    assert kvq(*WORDS, "--samples", "24", "--out", "one").exit_code == 0
+    assert kvq(*WORDS, "--samples", "2", "--out", "two").exit_code == 0  # the cluster resumes it
     (cluster, nodes), run, killed, notes = doomed, Workers.run, [], tmp_path / "notes"
     notes.mkdir()
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_eval_on_a_cluster_whose_node_dies_writes_the_files_of_one_process(kvq, 
     )
     thread = threading.Thread(target=lambda: killed.append(kill_held(cluster, nodes, "evaluate_unit", notes)))
     thread.start()
-    result = kvq(*WORDS, "--windows", "24", "--out", "two", "--ray", cluster.address)
+    result = kvq(*WORDS, "--samples", "24", "--out", "two", "--ray", cluster.address)
     thread.join()
     assert result.exit_code == 0, result.stderr
     assert logs(tmp_path / "two") == logs(tmp_path / "one")

@@ -11,7 +11,7 @@ from kvq_cli.papers.commands import Commands
 
 #: The first two are on the same samples.
 NAMES = ("perplexity-innerq-modes", "perplexity-innerq", "table-squat-3")
-WORDS = ("reproduce", *NAMES, "--options", "--windows 2 --seqlen 192 --set sinks=4")
+WORDS = ("reproduce", *NAMES, "--options", "--samples 2 --seqlen 192 --set sinks=4")
 
 
 def contents(folder: Path) -> dict[str, list[bytes]]:

@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 def test_artifacts_of_one_method_are_one_row_with_their_spread(kvq, folder):
-    found = kvq("results", folder, "--calibrations", "--format", "markdown", "--columns", "KL to fp16,bits measured")
+    found = kvq("results", folder, "--calibrations", "--format", "markdown", "--columns", "KL to fp16,measured bits")
     assert found.stdout.splitlines()[2:] == [
         "| fp16 | 0 | 17 | 1 |",
         "| temporalkv-2bit | 0.20000 ±0.10000 | 3 | 3 |",
@@ -46,7 +46,7 @@ def test_artifacts_of_one_method_are_one_row_with_their_spread(kvq, folder):
     ]
     rows = json.loads(kvq("results", folder, "--calibrations", "--json").stdout)["rows"]
     assert rows["temporalkv-2bit"]["KL to fp16"] == {"value": pytest.approx(0.2), "error": pytest.approx(0.1)}
-    assert rows["temporalkv-2bit"]["bits measured"] == {"value": 3, "error": None}
+    assert rows["temporalkv-2bit"]["measured bits"] == {"value": 3, "error": None}
     head = kvq("results", folder, "--calibrations", "--transpose", "--format", "csv").stdout.splitlines()[0]
     assert head == "method,fp16,temporalkv-2bit,klt-2bit"
 

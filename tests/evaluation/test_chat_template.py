@@ -29,7 +29,7 @@ def instruct(loaded):
 @pytest.fixture(scope="module")
 def run(instruct):
     def start(out, **changes):
-        settings = {"tasks": ["vt"], "contexts": [1024], "limit": 1, "save_prompts": True, **changes}
+        settings = {"tasks": ["vt"], "seqlens": [1024], "samples": 1, "save_prompts": True, **changes}
         return evaluate(instruct, compared_methods([build("fp16")]), EvaluationSettings(**settings), out)
 
     return start

@@ -16,13 +16,13 @@ def folder(loaded, tmp_path_factory):
 @pytest.fixture
 def evaluate(kvq, folder):
     def run(*arguments):
-        return kvq("eval", "--model", folder, "--templates", "reference", "--seqlen", 160, "--limit", 1, *arguments)
+        return kvq("eval", "--model", folder, "--templates", "reference", "--seqlen", 160, "--samples", 1, *arguments)
 
     return run
 
 
 def test_single_method_prints_lm_evals_document(evaluate, folder, tmp_path):
-    result = evaluate("--task", "vt,perplexity", "--context", 512, "--method", "kivi", "--bits", 2, "--json")
+    result = evaluate("--task", "vt,perplexity", "--seqlen", 512, "--method", "kivi", "--bits", 2, "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert set(document["results"]) == {"vt", "perplexity"}
@@ -47,7 +47,7 @@ def test_several_methods_print_a_table_and_one_document_each(evaluate):
 
 
 def test_wide_table_is_transposed(evaluate):
-    result = evaluate("--task", "vt,fwe,qa_1,qa_2,niah_single_1,perplexity", "--context", 640, "--method", "fp16")
+    result = evaluate("--task", "vt,fwe,qa_1,qa_2,niah_single_1,perplexity", "--seqlen", 640, "--method", "fp16")
     assert result.exit_code == 0, result.stderr
     words = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
     assert "chat template: not applied" in result.stderr
@@ -59,8 +59,8 @@ def test_quiet_prints_only_the_table(evaluate):
 
 
 def test_options_from_yaml(evaluate, tmp_path):
-    (tmp_path / "run.yaml").write_text("task: [vt]\ncontext: [512]\nmethod: kivi\nset: {residual: 32}\n")
-    result = evaluate("--config", "run.yaml", "--json")
+    (tmp_path / "run.yaml").write_text("task: [vt]\nmethod: kivi\nset: {residual: 32}\n")
+    result = evaluate("--config", "run.yaml", "--seqlen", 512, "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert list(document["results"]) == ["vt"] and document["config"]["method"]["residual"] == 32
@@ -81,8 +81,8 @@ def test_options_from_yaml(evaluate, tmp_path):
         (["--method", "temporalkv", "--bits", "2"], 1, "kvq calibrate --method temporalkv --model"),
         (["--method", "fp16", "--dataset", "no-such-data"], 2, "no-such-data"),
         (["--method", "fp16", "--seqlen", "4096"], 2, "--seqlen 4096"),
-        (["--method", "fp16", "--task", "vt", "--context", "12,x"], 2, "--context 12,x"),
-        (["--method", "fp16", "--task", "qa_1", "--context", "512", "--qa-file", "none.json"], 1, "none.json"),
+        (["--method", "fp16", "--task", "vt", "--seqlen", "12,x"], 2, "--seqlen 12,x"),
+        (["--method", "fp16", "--task", "qa_1", "--seqlen", "512", "--qa-file", "none.json"], 1, "none.json"),
         (["--method", "fp16", "--out", "taken"], 1, "choose another --out"),
         (
             ["--method", "fp16", "--out", "results", "--store", "taken"],
@@ -114,7 +114,7 @@ def test_ctrl_c_keeps_finished_samples(kvq, folder, tmp_path, monkeypatch, flags
         return real(*arguments)
 
     monkeypatch.setattr(evaluation, "generate_answers", generate_answers)
-    arguments = ["eval", "--model", folder, "--task", "vt", "--context", 512, "--limit", 2, "--batch-size", 1]
+    arguments = ["eval", "--model", folder, "--task", "vt", "--seqlen", 512, "--samples", 2, "--batch-size", 1]
     arguments += ["--templates", "reference", "--method", "kivi", "--out", "out"]
     result = kvq(*arguments, *flags)
     assert (result.exit_code, result.stdout) == (130, "")

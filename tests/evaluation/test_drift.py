@@ -102,7 +102,7 @@ def test_answers_depend_on_the_seed_and_the_prompt_alone(records, prompts, loade
 
 
 def test_a_run_has_the_columns_of_drift(loaded, tmp_path):
-    settings = EvaluationSettings(("drift",), windows=2, seqlen=64, seed=1)
+    settings = EvaluationSettings(("drift",), samples=2, seqlens=[64], seed=1)
     document = evaluate(loaded, compared_methods(METHODS[:2]), settings, tmp_path)
     results = document["methods"]["kivi-4bit"]["results"]["drift"]
     assert {f"kl_{part},none" for part in range(1, PARTS + 1)} < set(results)
@@ -114,9 +114,9 @@ def test_a_run_has_the_columns_of_drift(loaded, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seqlen": 16, "prompt_tokens": 10}, "an answer of 8 tokens"),
+        ({"seqlens": [16], "prompt_tokens": 10}, "an answer of 8 tokens"),
         ({"datasets": ("self",)}, "prompts of a text"),
-        ({"seqlen": 10**9}, "context length"),
+        ({"seqlens": [10**9]}, "context length"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(loaded, settings, message):

@@ -19,7 +19,7 @@ COMPARED = (build("kivi", bits=2, residual=32), build("kivi", bits=4, residual=3
 
 def _evaluate(loaded, out, **settings):
     said: list[str] = []
-    settings = {"tasks": ["perplexity"], "seqlen": 96, "prompt_tokens": 32, "limit": 3, **settings}
+    settings = {"tasks": ["perplexity"], "seqlens": [96], "prompt_tokens": 32, "samples": 3, **settings}
 
     def track(description, total, done):
         said.append(f"{description}: {done} of {total}")
@@ -52,14 +52,14 @@ def test_the_time_of_each_method_counts_its_own_tokens(loaded, tmp_path, speeds)
 
 
 def test_finished_samples_take_no_time(loaded, tmp_path, speeds):
-    _evaluate(loaded, tmp_path, limit=1)
+    _evaluate(loaded, tmp_path, samples=1)
     assert _evaluate(loaded, tmp_path)[0].startswith("about 0:24:00 for 6 samples")
     assert _evaluate(loaded, tmp_path)[0].startswith("perplexity-96: 9 of 9")
     assert len(speeds) == 4
 
 
 def test_answers_are_taken_to_be_as_long_as_they_may_be(loaded, tmp_path, speeds):
-    said = _evaluate(loaded, tmp_path, tasks=["vt"], contexts=[512], templates="reference", limit=2, batch_size=2)
+    said = _evaluate(loaded, tmp_path, tasks=["vt"], seqlens=[512], templates="reference", samples=2, batch_size=2)
     note = next(line for line in said if line.startswith("about"))
     assert "for 6 samples, if answers are as long as they may be (" in note
     assert said.index(note) < said.index("vt-512: 0 of 6")
@@ -79,7 +79,7 @@ def test_trials_use_the_threads_of_a_worker(loaded, speeds, monkeypatch):
     for name, result in (("measure_speed", Speed(1.0, 2.0, 10.0)), ("_measure_plain", 0.5)):
         monkeypatch.setattr(module, name, lambda *_, result=result: seen.append(torch.get_num_threads()) or result)
     monkeypatch.setattr(module, "threads_per_task", lambda: 2)
-    settings = EvaluationSettings(tasks=["perplexity"], seqlen=96, prompt_tokens=32, limit=3)
+    settings = EvaluationSettings(tasks=["perplexity"], seqlens=[96], prompt_tokens=32, samples=3)
     evaluations = build_evaluations(settings, loaded, lambda *_: lambda _: None)
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -40,7 +40,7 @@ def test_answers_and_scores_are_refused(broken, name):
 
 @pytest.mark.parametrize("task", ["perplexity", "niah_single_1"])
 def test_an_evaluation_stores_nothing(broken, tmp_path, task):
-    settings = EvaluationSettings(tasks=[task], contexts=[320], limit=1, seqlen=64, windows=1, prompt_tokens=16)
+    settings = EvaluationSettings(tasks=[task], seqlens=[320], samples=1, prompt_tokens=16)
     with pytest.raises(NotFiniteError, match="logits contain NaN or infinity"):
         evaluate(broken, compared_methods([build("fp16"), build("kivi")]), settings, tmp_path / "out")
     stored = [path for path in tmp_path.rglob("*") if path.is_file() and "samples" in path.parts]

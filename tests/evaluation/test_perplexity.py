@@ -131,7 +131,7 @@ def test_settings_name_the_unknown_token(loaded):
     tokenizer.add_special_tokens({"unk_token": "a"})
     of_it = replace(loaded, tokenizer=tokenizer)
     [read], [sampled] = (
-        build_evaluations(EvaluationSettings(["perplexity"], seqlen=16, windows=1, datasets=[name]), of_it, None)
+        build_evaluations(EvaluationSettings(["perplexity"], seqlens=[16], samples=1, datasets=[name]), of_it, None)
         for name in ("prose", "self")
     )
     assert read.config["unscored_token"] == tokenizer.convert_tokens_to_ids("a")

@@ -27,7 +27,7 @@ def evaluated(loaded, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("evaluated")
     compared = [build("fp16"), build("kivi", bits=4), build("kivi", bits=2), build("innerq", bits=2, recent=32)]
-    evaluate(loaded, compared_methods(compared), EvaluationSettings(["perplexity"], windows=3, seqlen=384), out)
+    evaluate(loaded, compared_methods(compared), EvaluationSettings(["perplexity"], samples=3, seqlens=[384]), out)
     return out
 
 
@@ -63,7 +63,7 @@ def test_scores_have_standard_errors_and_n(page, folder):
             value, error = scale * results[f"{metric},none"], scale * results[f"{metric}_stderr,none"]
             assert rows[label][title].value == pytest.approx(value, rel=5e-9)  # sort keys have 9 digits
             assert rows[label][title].text == f"{value:.{digits}f} ±{error:.{digits}f}"
-        assert rows[label]["bits measured"].value == pytest.approx(cache["measured_bits"], rel=5e-9)
+        assert rows[label]["measured bits"].value == pytest.approx(cache["measured_bits"], rel=5e-9)
 
 
 def test_paired_differences_have_intervals_and_n(page, folder):

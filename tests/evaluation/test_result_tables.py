@@ -101,8 +101,8 @@ def test_best_values_exclude_the_uncompressed_cache(folder):
         "vt",
         "perplexity",
         "KL to fp16",
-        "bits",
-        "bits measured",
+        "nominal bits",
+        "measured bits",
         "cache KiB",
         "x smaller",
     ]
@@ -137,7 +137,7 @@ def test_formats(kvq, means):
     assert "| a-2bit | **66.7 ±10.0** | **20.086 ±0.500** |" in kvq("results", folder, "--format", "markdown").stdout
     assert r"a-2bit & \textbf{66.7 $\pm$10.0} &" in kvq("results", folder, "--format", "latex").stdout
     lines = kvq("results", folder, "--format", "csv").stdout.splitlines()
-    assert lines[0].startswith("method,vt,vt stderr,perplexity,perplexity stderr,KL to fp16,bits")
+    assert lines[0].startswith("method,vt,vt stderr,perplexity,perplexity stderr,KL to fp16,nominal bits")
     assert lines[1].startswith("a-2bit,66.66")
     assert "66.7 ±10.0" in kvq("results", folder).stdout
     assert "66.7 ±10.0" in kvq("results", folder, "--plot", folder / "plot.png").stdout
@@ -147,15 +147,15 @@ def test_formats(kvq, means):
 
 
 def test_chosen_columns_and_a_column_for_each_method(kvq, fails, means):
-    folder, chosen = means, ("results", means, "--columns", "bits,perplexity")
-    assert kvq(*chosen, "--format", "csv").stdout.splitlines()[0] == "method,bits,perplexity,perplexity stderr"
-    assert list(json.loads(kvq(*chosen, "--json").stdout)["rows"]["a-2bit"]) == ["bits", "perplexity"]
+    folder, chosen = means, ("results", means, "--columns", "nominal bits,perplexity")
+    assert kvq(*chosen, "--format", "csv").stdout.splitlines()[0] == "method,nominal bits,perplexity,perplexity stderr"
+    assert list(json.loads(kvq(*chosen, "--json").stdout)["rows"]["a-2bit"]) == ["nominal bits", "perplexity"]
     lines = kvq(*chosen, "--transpose", "--format", "markdown").stdout.splitlines()
-    assert lines[0] == "| method | a-2bit | b-2bit |" and lines[2] == "| bits | 2 | 2 |"
+    assert lines[0] == "| method | a-2bit | b-2bit |" and lines[2] == "| nominal bits | 2 | 2 |"
     assert lines[3].startswith("| perplexity | **20.086 ±0.500** | ")
     shown = kvq(*chosen, "--transpose").stdout.splitlines()
     _, head, _, *rows = (line.split() for line in shown if line.strip())
-    assert head == ["method", "a-2bit", "b-2bit"] and [row[0] for row in rows] == ["bits", "perplexity"]
+    assert head == ["method", "a-2bit", "b-2bit"] and [row[0] for row in rows] == ["nominal", "perplexity"]
     fails("results", folder, "--columns", "bit", code=2, says="--columns: no column 'bit'; there are: vt, perplexity")
     assert "--columns has no effect: it shapes the table of means" in kvq(*chosen, "--against", "squat").stderr
 

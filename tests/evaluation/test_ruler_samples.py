@@ -94,7 +94,7 @@ def test_common_words_are_the_most_common(make_samples, context, often, seldom):
 @pytest.mark.parametrize("context", [512, 700])
 def test_common_words_with_rulers_prompts_are_an_error_where_rulers_list_does_not_fit(make_samples, context):
     """RULER itself never ends there."""
-    with pytest.raises(UsageError, match=f"--context {context} is too short for cwe"):
+    with pytest.raises(UsageError, match=f"--seqlen {context} is too short for cwe"):
         make_samples("cwe", context, "standard").check(1)
 
 
@@ -175,9 +175,9 @@ def test_needles_are_at_all_depths(make_samples):
     ("name", "wording"), [("vt", "standard"), ("cwe", "standard"), ("niah_multiquery", "reference")]
 )
 def test_too_short_context_error_names_a_sufficient_length(make_samples, name, wording):
-    with pytest.raises(UsageError, match=rf"--context 256 is too short for {name}.*--context (\d+) or more") as raised:
+    with pytest.raises(UsageError, match=rf"--seqlen 256 is too short for {name}.*--seqlen (\d+) or more") as raised:
         make_samples(name, 256, wording).check(2)
-    enough = int(re.search(r"pass --context (\d+)", str(raised.value))[1])
+    enough = int(re.search(r"pass --seqlen (\d+)", str(raised.value))[1])
     make_samples(name, enough, wording).check(20)
 
 
@@ -195,10 +195,10 @@ def test_samples_that_need_more_than_the_first_are_refused(tokenizer, tmp_path):
     if long == 1:
         samples.check(1)
     with pytest.raises(
-        UsageError, match=rf"--context 512 is too short for qa_1: sample {long} needs at least"
+        UsageError, match=rf"--seqlen 512 is too short for qa_1: sample {long} needs at least"
     ) as raised:
         samples.check(2)
-    enough = int(re.search(r"pass --context (\d+)", str(raised.value))[1])
+    enough = int(re.search(r"pass --seqlen (\d+)", str(raised.value))[1])
     RulerSamples(ruler_task("qa_1"), enough, tokenizer, select_templates("standard", ""), own, 0).check(2)
 
 

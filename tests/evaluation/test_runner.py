@@ -25,7 +25,7 @@ from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.methods.registry import build
 
 COMPARED = (build("fp16"), build("kivi", bits=2, residual=32))
-SETTINGS = {"tasks": ["vt", "perplexity"], "contexts": [512], "seqlen": 96, "limit": 3, "templates": "reference"}
+SETTINGS = {"tasks": ["vt", "perplexity"], "seqlens": [512], "samples": 3, "templates": "reference"}
 
 
 def _run(loaded, out, chosen=COMPARED, **changes):
@@ -87,11 +87,12 @@ def test_two_texts_of_one_name_are_refused(loaded, tmp_path):
 
 def test_table_has_a_row_per_method(whole):
     table = whole[1]["table"]
-    names = ["method", "vt", "perplexity", "KL to fp16", "top-1", "bits", "bits measured", "cache KiB", "x smaller"]
+    names = ["method", "vt", "perplexity", "KL to fp16", "top-1", "nominal bits", "measured bits"]
+    names += ["cache KiB", "x smaller"]
     assert table["columns"] == names
     assert [row[0] for row in table["rows"]] == ["fp16", "kivi-2bit"]
     assert all(len(row) == len(names) for row in table["rows"])
-    assert table["rows"][1][names.index("bits")] == 2
+    assert table["rows"][1][names.index("nominal bits")] == 2
 
 
 def test_methods_are_given_the_same_samples(whole):
@@ -131,8 +132,8 @@ def test_finished_samples_are_not_evaluated_again(loaded, whole, monkeypatch):
     monkeypatch.setattr(loaded.model, "generate", None)
     monkeypatch.setattr(loaded.model, "forward", None)
     with pytest.raises(TypeError):
-        _run(loaded, out, batch_size=1, limit=4)
-    assert without_run(_run(loaded, out, batch_size=1, limit=3)) == without_run(document)
+        _run(loaded, out, batch_size=1, samples=4)
+    assert without_run(_run(loaded, out, batch_size=1, samples=3)) == without_run(document)
 
 
 def test_a_given_batch_size_has_samples_of_its_own(loaded, tmp_path):
@@ -148,7 +149,7 @@ def test_save_prompts_evaluates_samples_without_a_prompt_again(loaded, tmp_path,
     def prompts():
         return {index: record.get("prompt") for index, record in read_records(log).items()}
 
-    vt = {"tasks": ["vt"], "limit": 2}
+    vt = {"tasks": ["vt"], "samples": 2}
     before = _run(loaded, tmp_path, COMPARED[1:], **vt)
     (log,) = tmp_path.glob("kivi*/*.jsonl")
     assert prompts() == {0: None, 1: None}
@@ -162,7 +163,7 @@ def test_save_prompts_evaluates_samples_without_a_prompt_again(loaded, tmp_path,
 
 @pytest.mark.parametrize("changed", ["weights", "results", "version"])
 def test_samples_of_other_weights_or_of_a_changed_evaluation_are_made_again(loaded, tmp_path, monkeypatch, changed):
-    settings = {"tasks": ["perplexity"], "limit": 2}
+    settings = {"tasks": ["perplexity"], "samples": 2}
     _run(loaded, tmp_path, **settings)
     if changed == "weights":  # of no key and no value: the fingerprint of the model stays
         weight = loaded.model.model.layers[0].mlp.down_proj.weight
@@ -190,7 +191,7 @@ def test_windows_are_split_by_methods_and_the_uncompressed_model_runs_once_each(
     monkeypatch.setattr(PerplexityEvaluation, "reference_logits", reference)
     monkeypatch.setattr(PerplexityEvaluation, "run", run)
     chosen = [build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (1, 2, 3, 4))]
-    document = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)
+    document = _run(loaded, tmp_path, chosen, tasks=["perplexity"], samples=2)
     assert [len(unit) for unit in units] == [4, 1, *[1] * 5] and references == [0, 1]
     assert [indices for unit in units for indices in unit.values()] == [[0]] * 5 + [[1]] * 5
     assert document["methods"].keys() == {"fp16", *(f"kivi-{bits}bit" for bits in (1, 2, 3, 4))}
@@ -212,7 +213,7 @@ def test_units_of_a_batch_share_the_passes_over_its_prompts(loaded, tmp_path, mo
     monkeypatch.setattr(RulerEvaluation, "run", noted)
     monkeypatch.setattr(loaded.model, "forward", counted)
     chosen = [build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (1, 2, 3, 4))]
-    settings = {"tasks": ["vt"], "limit": 4, "batch_size": 2, "prefill": "exact"}
+    settings = {"tasks": ["vt"], "samples": 4, "batch_size": 2, "prefill": "exact"}
     together = _run(loaded, tmp_path / "together", chosen, **settings)
     assert [len(unit) for unit in units] == [4, 1, *[1] * 5]
     assert [indices for unit in units for indices in unit.values()] == [[0, 1]] * 5 + [[2, 3]] * 5
@@ -230,8 +231,8 @@ def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeyp
     for residual in residuals:
         chosen = [build("kivi", bits=2, residual=residual)]
         with pytest.raises(KeyboardInterrupt):
-            _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2, track=interrupt_after(1))
-        found[residual] = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)["methods"]["kivi-2bit"]
+            _run(loaded, tmp_path, chosen, tasks=["perplexity"], samples=2, track=interrupt_after(1))
+        found[residual] = _run(loaded, tmp_path, chosen, tasks=["perplexity"], samples=2)["methods"]["kivi-2bit"]
     assert sorted(path.name for path in tmp_path.glob("kivi*/")) == ["kivi-2bit,residual=32", "kivi-2bit,residual=64"]
     for residual, document in found.items():
         kept = json.loads((tmp_path / f"kivi-2bit,residual={residual}" / "results.json").read_text())
@@ -239,7 +240,7 @@ def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeyp
     assert found[32]["results"] != found[64]["results"]
     monkeypatch.setattr(loaded.model, "forward", None)
     chosen = [build("kivi", bits=2, residual=residual) for residual in residuals]
-    together = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)["methods"]
+    together = _run(loaded, tmp_path, chosen, tasks=["perplexity"], samples=2)["methods"]
     assert list(map(without_run, together.values())) == list(map(without_run, found.values()))
 
 
@@ -249,10 +250,10 @@ def test_methods_share_prompts_of_exact_prefill(loaded, tmp_path):
     columns = []
     hook = loaded.model.model.layers[0].register_forward_pre_hook(lambda _, args: columns.append(args[0].shape[1]))
     for method in chosen:
-        _run(loaded, tmp_path / "alone", [method], prefill="exact", batch_size=2)
+        _run(loaded, tmp_path / "alone", [method], tasks=["vt"], prefill="exact", batch_size=2)
     alone = [count for count in columns if count > 96]
     columns.clear()
-    _run(loaded, tmp_path / "together", chosen, prefill="exact", batch_size=2)
+    _run(loaded, tmp_path / "together", chosen, tasks=["vt"], prefill="exact", batch_size=2)
     hook.remove()
     assert _lines(tmp_path / "alone") == _lines(tmp_path / "together")
     assert len([count for count in columns if count > 96]) == len(alone) / 3 == 2
@@ -272,7 +273,7 @@ def test_samples_in_a_renamed_folder_are_reused(loaded, whole, tmp_path, monkeyp
 
 def test_an_edited_sample_is_evaluated_again(loaded, tmp_path):
     said = []
-    settings = {"tasks": ["perplexity"], "limit": 1, "note": said.append}
+    settings = {"tasks": ["perplexity"], "samples": 1, "note": said.append}
     before = _run(loaded, tmp_path, COMPARED[1:], **settings)
     (path,) = tmp_path.glob("*/*.jsonl")
     path.write_text(path.read_text().replace('"nll": ', '"nll": 1'))
@@ -283,8 +284,8 @@ def test_an_edited_sample_is_evaluated_again(loaded, tmp_path):
     ]
 
 
-def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
-    document = _run(loaded, tmp_path, chosen=COMPARED[1:], limit=1, tasks=["vt"], batch_size=1)
+def test_samples_do_not_depend_on_their_number(loaded, whole, tmp_path):
+    document = _run(loaded, tmp_path, chosen=COMPARED[1:], samples=1, tasks=["vt"], batch_size=1)
     path = next(tmp_path.glob("*/vt-512-*.jsonl"))
     longer = next(whole[0].glob("kivi-2bit,residual=32/vt-512-*.jsonl"))
     assert path.name == longer.name
@@ -385,7 +386,7 @@ def test_resume_key_of_ruler_has_the_chat_template_and_the_stop_tokens(loaded, m
 
 def test_nothing_compressed_is_an_error(loaded, tmp_path):
     with pytest.raises(KvqError, match=r"perplexity-96: kivi-2bit compressed none of 95 tokens.*--seqlen"):
-        _run(loaded, tmp_path, chosen=[build("kivi", bits=2, residual=128)], tasks=["perplexity"])
+        _run(loaded, tmp_path, chosen=[build("kivi", bits=2, residual=128)], tasks=["perplexity"], seqlens=[96])
     assert not list(tmp_path.glob("**/results.json"))
 
 
@@ -393,10 +394,11 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
     ("changes", "message"),
     [
         ({"tasks": ["niah"]}, r"unknown task 'niah'.*ruler, perplexity, drift, niah_single_1"),
-        ({"prompt_tokens": 96}, r"--prompt-tokens 96: windows of 96 tokens leave none to score"),
-        ({"contexts": [4096]}, r"--context 4096: the context length of tiny is 2048 tokens"),
-        ({"seqlen": 4096}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
-        ({"contexts": [128]}, r"--context 128 is too short for vt"),
+        ({"prompt_tokens": 512}, r"--prompt-tokens 512: windows of 512 tokens leave none to score"),
+        ({"seqlens": [4096]}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
+        ({"seqlens": [4096], "tasks": ["perplexity"]}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
+        ({"seqlens": [512, 640]}, r"--seqlen 512,640: only tasks of RULER take several lengths, perplexity takes one"),
+        ({"seqlens": [128]}, r"--seqlen 128 is too short for vt"),
         ({"datasets": ["nothing"]}, r"nothing"),
         ({"haystack": "nowhere.txt"}, r"nowhere.txt"),
         ({"templates": "mine"}, r"unknown templates 'mine'"),
@@ -446,7 +448,7 @@ def test_labels_are_unique():
 
 
 def test_several_lengths_and_the_mean_over_tasks(loaded, tmp_path):
-    document = _run(loaded, tmp_path, chosen=COMPARED[1:], tasks=["vt", "qa_1"], contexts=[512, 640], limit=1)
+    document = _run(loaded, tmp_path, chosen=COMPARED[1:], tasks=["vt", "qa_1"], seqlens=[512, 640], samples=1)
     one = document["methods"]["kivi-2bit"]
     results = one["results"]
     for length in (512, 640):

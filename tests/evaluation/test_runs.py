@@ -30,7 +30,7 @@ def run(loaded, tmp_path):
     """`run(chosen, limit, command)`: evaluate perplexity of windows of 96 tokens into one folder."""
 
     def start(chosen, limit, command="kvq eval", **changes):
-        settings = EvaluationSettings(**{"tasks": ["perplexity"], "seqlen": 96, "limit": limit, **changes})
+        settings = EvaluationSettings(**{"tasks": ["perplexity"], "seqlens": [96], "samples": limit, **changes})
         return evaluate(loaded, compared_methods(chosen), settings, tmp_path, command=command)
 
     return start
@@ -38,9 +38,9 @@ def run(loaded, tmp_path):
 
 def test_a_smaller_run_replaces_no_result(run, tmp_path, kvq):
     large = run([build("fp16"), KIVI[32]], 4)
-    small = run([KIVI[32]], 2, command="kvq eval --limit 2")
+    small = run([KIVI[32]], 2, command="kvq eval --samples 2")
     records = load_runs(tmp_path)
-    assert [each.id for each in records] == [1, 2] and records[1].command == "kvq eval --limit 2"
+    assert [each.id for each in records] == [1, 2] and records[1].command == "kvq eval --samples 2"
     assert records[0].time <= records[1].time and records[0].settings == records[1].settings
     assert records[0].methods == json.loads(json.dumps(large["methods"]))
     assert json.loads((tmp_path / "comparison.json").read_text())["run"]["id"] == 2
@@ -253,8 +253,8 @@ def test_appending_repairs_the_line_of_a_process_killed_while_writing(tmp_path):
     assert list(read_records(log.path)) == [0, 2]
 
 
-WORDS = ["eval", "--task", "niah_single_1,perplexity", "--compare", "fp16,kivi-2bit:residual=32", "--limit", "6"]
-WORDS += ["--context", "320", "--seqlen", "192"]
+WORDS = ["eval", "--task", "niah_single_1,perplexity", "--compare", "fp16,kivi-2bit:residual=32", "--samples", "6"]
+WORDS += ["--seqlen", "320"]
 
 
 def _start(folder, out):
@@ -293,12 +293,12 @@ def test_two_runs_at_once_share_the_samples(tmp_path):
 
 def test_methods_of_another_folder_stand_beside_those_of_this_one(loaded, tmp_path, kvq, fails):
     def run(folder, chosen, **changes):
-        settings = EvaluationSettings(**{"tasks": ["perplexity"], "seqlen": 96, "limit": 3, **changes})
+        settings = EvaluationSettings(**{"tasks": ["perplexity"], "seqlens": [96], "samples": 3, **changes})
         evaluate(loaded, compared_methods(chosen), settings, tmp_path / folder)
 
     run("a", [build("fp16"), KIVI[32]])
     run("b", [build("fp16"), KIVI[64], build("turboquant", bits=2)])
-    run("c", [KIVI[32]], seqlen=64)
+    run("c", [KIVI[32]], seqlens=[64])
     found = kvq("results", tmp_path / "a", "--with", tmp_path / "b", "--baseline", "turboquant-2bit", "--json")
     rows = json.loads(found.stdout)["methods"]
     assert list(rows) == ["fp16", "kivi-2bit", "kivi-2bit (b)"]

@@ -47,7 +47,7 @@ def test_eval_warns_and_its_result_says_so(kvq, tiny, tiny_folder, tmp_path):  #
     config, tensors = random_parts(build("kvquant", bits=4), tiny.model, str(tiny_folder))
     config["inputs"] = {"text": file_digest(str(text)), "weights": "0" * 64, "results": 2, "device": "cpu"}
     save_artifact(tmp_path / "artifact", config, tensors, "card")
-    words = ["--model", tiny_folder, "--task", "perplexity", "--seqlen", 64, "--limit", 1, "--out", "out", "--json"]
+    words = ["--model", tiny_folder, "--task", "perplexity", "--seqlen", 64, "--samples", 1, "--out", "out", "--json"]
     result = kvq("eval", *words, "--artifact", "artifact", "--dataset", f"{text},pydoc")
     assert result.exit_code == 0, result.stderr
     assert f"kvquant-4bit was calibrated on this text: {text}; scores on unseen text are worse" in result.stderr

@@ -99,7 +99,7 @@ def test_missing_unfinished_and_outdated_results_do_not_count(result, tmp_path):
     assert judge(LOWER, REFERENCE, tmp_path).state == NOT_MEASURED
     document, entry = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")
     assert state(entry, REFERENCE, tmp_path) == TO_DO
-    for record in ({"finished": False}, {"command": ["kvq", "eval", "--limit", "1"]}, {"model": "reference 0"}):
+    for record in ({"finished": False}, {"command": ["kvq", "eval", "--samples", "1"]}, {"model": "reference 0"}):
         root = result("table-temporalkv-4", document, **record)
         assert judge(LOWER, REFERENCE, root).state == NOT_MEASURED
         assert state(entry, REFERENCE, root) == PARTLY

@@ -84,7 +84,7 @@ def write_sweep(name, root, bits, kl):
                 "config": {
                     "method": to_config(build_parsed(text)),
                     "model_args": {"fingerprint": SHAPE, "dtype": "float16"},
-                    "settings": {"seqlen": 64},
+                    "settings": {"seqlens": [64]},
                 },
             }
             windows[row] = {"perplexity-64 KL": kl[row], "perplexity-64 loss": kl[row]}

@@ -20,7 +20,7 @@ def evaluated(tmp_path_factory):
     from kvq_cli.cli.app import app
 
     folder = tmp_path_factory.mktemp("evaluated")
-    words = "eval --task perplexity --compare fp16,kivi-2bit:residual=32 --windows 2 --seqlen 96 --quiet"
+    words = "eval --task perplexity --compare fp16,kivi-2bit:residual=32 --samples 2 --seqlen 96 --quiet"
     result = CliRunner().invoke(app, [*words.split(), "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return folder

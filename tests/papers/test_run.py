@@ -19,7 +19,7 @@ from kvq_cli.papers.commands import Commands
 from kvq_cli.papers.run import DONE, PARTLY, RECORD, current_record, run_target, state
 from kvq_cli.papers.targets import REFERENCE, target
 
-TINY = "--windows 3 --seqlen 192 --set sinks=4 --set recent=4"
+TINY = "--samples 3 --seqlen 192 --set sinks=4 --set recent=4"
 
 
 def test_a_failing_command_leaves_the_target_unfinished(tmp_path, monkeypatch):

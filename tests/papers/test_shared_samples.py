@@ -51,7 +51,7 @@ def test_targets_share_samples_where_methods_share_passes():
     assert by_samples["table-temporalkv-8"] == by_samples["table-temporalkv-9"] != by_samples["table-temporalkv-6"]
     assert not any(samples_of(target(name), REFERENCE) for name in prompts)  # compressed prefill
     entry = target("table-innerq-1")
-    fewer = replace(entry, options="--limit 2")
+    fewer = replace(entry, options="--samples 2")
     assert samples_of(fewer, SMOLLM2) not in (None, samples_of(entry, SMOLLM2))
     assert samples_of(replace(entry, options="--prefill=compressed"), SMOLLM2) is None
     for each in (entry, target("table-temporalkv-6")):
@@ -68,7 +68,7 @@ def test_the_command_evaluates_each_method_once_with_the_options_of_its_target()
         pairs = [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
         pairs += [following for word, following in zip(words, words[1:], strict=False) if word == "--set"]
         wanted |= identities(value(words, "--compare"), pairs)
-        for flag in ("--task", "--context", "--limit", "--prefill", "--batch-size", "--model", "--store"):
+        for flag in ("--task", "--seqlen", "--samples", "--prefill", "--batch-size", "--model", "--store"):
             assert value(command, flag) == value(words, flag)
     assert identities(union, []) == wanted and len(union.split(",")) == len(wanted)
     assert "--set" not in command and not Path(value(command, "--out")).is_relative_to(entries[0].folder(SMOLLM2))
@@ -136,7 +136,7 @@ def test_where_the_command_fails_the_targets_evaluate_their_own_methods(ran, tmp
 
 @pytest.mark.slow
 def test_samples_and_records_are_those_of_the_targets_own_commands(kvq, tmp_path):
-    options = "--task vt --context 300 --limit 2 --batch-size 2 --prefill exact --set sinks=4"
+    options = "--task vt --seqlen 300 --samples 2 --batch-size 2 --prefill exact --set sinks=4"
     names = ("table-innerq-1", "table-innerq-2")
 
     def reproduce(out: str, *names: str) -> None:

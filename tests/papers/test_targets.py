@@ -56,7 +56,7 @@ def test_commands_have_the_sizes_of_the_model(tmp_path):
     entry = target("table-temporalkv-6")
     here, there = (shlex.join(entry.command(model)) for model in (REFERENCE, SOME_MODEL))
     assert "--dataset" not in here and "--model" not in here
-    assert "--dataset c4 --windows 256 --seqlen 2048" in there and f"--model {SOME_MODEL}" in there
+    assert "--dataset c4 --samples 256 --seqlen 2048" in there and f"--model {SOME_MODEL}" in there
     assert "/Llama-3.1-8B/table-temporalkv-6 " in there
     assert len(target("table-squat-3").rows(REFERENCE)) == 25
     with pytest.raises(UsageError, match="no target 'table-9'"):
@@ -93,7 +93,7 @@ def test_named_targets_come_before_all_others(kvq, monkeypatch):
     ("words", "says"),
     [
         (["--fast"], "--fast needs --all"),
-        (["table-temporalkv-13", "--options", "--limit 2"], "--options: table-temporalkv-13 has a fixed command"),
+        (["table-temporalkv-13", "--options", "--samples 2"], "--options: table-temporalkv-13 has a fixed command"),
         (["table-temporalkv-8", "--options", "--set 'a"], "--options --set 'a: No closing quotation"),
         (["table-9"], "no target 'table-9': `kvq reproduce` lists them"),
     ],

@@ -25,7 +25,7 @@ from kvq_cli.tuning.settings import TuneOptions
 from kvq_cli.tuning.steps import Steps
 
 SMALL = ["--samples", 6, "--seqlen", 100, "--points", 300, "--iterations", 2, "--text", "prose"]
-SMALL += ["--windows", 1, "--text-seqlen", 96, "--set", "sinks=2"]
+SMALL += ["--text-samples", 1, "--text-seqlen", 96, "--set", "sinks=2"]
 FEW = ["--candidates", "klt:join_keys=on,kivi-4bit:pre_rope=on:group=8,temporalkv-4bit,fp16"]
 
 ONE = ["--candidates", "klt:join_keys=on", "--rounds", 0, "--swaps", 0]
@@ -68,7 +68,7 @@ def test_the_artifact_is_the_best_that_was_tried_and_works(tune, kvq, tiny, tiny
     assert all(method_of(artifact.config, layer, kind) in shown for layer in (0, 1) for kind in "kv")
     assert "tried by kvq tune" in shown
     evaluated = kvq(
-        "eval", "--model", tiny_folder, "--task", "perplexity", "--artifact", "a", "--limit", 1, "--seqlen", 64
+        "eval", "--model", tiny_folder, "--task", "perplexity", "--artifact", "a", "--samples", 1, "--seqlen", 64
     )
     assert evaluated.exit_code == 0, evaluated.output
 
@@ -277,7 +277,7 @@ def test_a_divergence_that_is_no_number_is_refused(tune, monkeypatch):
             "--seqlen 100: predictions read the newest 98 and the first 2 tokens in full precision",
         ),
         (["--set", "recent=90", "--seqlen", 200], "raise --text-seqlen, or set smaller windows with --set"),
-        (["--windows", 100_000], "--windows 100000: prose has "),
+        (["--text-samples", 100_000], "--text-samples 100000: prose has "),
         (
             ["--candidates", "klt,kvquant-2bit", "--seqlen", 30, "--samples", 40],
             "none reads a packed token: raise it to 44 or more",

@@ -123,8 +123,8 @@ class RulerSamples:
         if needed > self.context:
             enough = -(-needed // 64) * 64
             raise UsageError(
-                f"--context {self.context} is too short for {self.task.name}: sample {index} needs at least {needed} "
-                f"tokens, {self.task.max_new_tokens} of them for the answer: pass --context {enough} or more"
+                f"--seqlen {self.context} is too short for {self.task.name}: sample {index} needs at least {needed} "
+                f"tokens, {self.task.max_new_tokens} of them for the answer: pass --seqlen {enough} or more"
             )
 
     def _draw(self, size: int, index: int) -> tuple[Prompt, list[str]]:

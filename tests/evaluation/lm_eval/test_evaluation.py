@@ -87,10 +87,10 @@ def test_a_task_that_samples_has_its_repeats(run, tasks, tmp_path):
     def start(out, **changes):
         return run(tmp_path / out, tasks=[f"lm_eval:{path}"], **changes)["methods"]
 
-    start("whole", limit=4, batch_size=4)
-    start("parts", limit=1)
-    start("parts", limit=4)
-    start("seed", limit=2, seed=1)
+    start("whole", samples=4, batch_size=4)
+    start("parts", samples=1)
+    start("parts", samples=4)
+    start("seed", samples=2, seed=1)
     whole, parts, other = (records(tmp_path / out, "fp16", "sums") for out in ("whole", "parts", "seed"))
     assert all(len(one["responses"][0]) == len(set(one["responses"][0])) == 3 for one in whole)
     assert [one["responses"] for one in whole] == [one["responses"] for one in parts]
@@ -98,7 +98,7 @@ def test_a_task_that_samples_has_its_repeats(run, tasks, tmp_path):
 
 
 def test_options_that_tasks_do_not_read_are_announced(run, tmp_path):
-    given = {"num_fewshot": 1, "truncation": "middle", "max_new_tokens": 4, "max_length": 512, "limit": 1}
+    given = {"num_fewshot": 1, "truncation": "middle", "max_new_tokens": 4, "max_length": 512, "samples": 1}
     notes, after = [], []
     run(tmp_path, [build("kivi", bits=2, residual=32)], note=notes.append, **given)
     assert [note for note in notes if note.startswith("note: ")] == [
@@ -106,14 +106,14 @@ def test_options_that_tasks_do_not_read_are_announced(run, tmp_path):
         "note: --truncation has no effect on lm_eval:letters: log-likelihoods, whose long prompts lose their beginning",
         "note: --max-new-tokens has no effect on lm_eval:letters: log-likelihoods, without generated answers",
     ]
-    run(tmp_path, [build("kivi", bits=2, residual=32)], note=after.append, limit=1, max_length=512)
+    run(tmp_path, [build("kivi", bits=2, residual=32)], note=after.append, samples=1, max_length=512)
     assert not any(note.startswith("note: ") for note in after)
 
 
 def test_table_has_columns_of_lm_eval_tasks(whole):
     table = whole[1]["table"]
     assert [row[0] for row in table["rows"]] == ["fp16", "kivi-2bit"]
-    assert {"sums exact_match,strict-match", "letters acc", "bits measured"} <= set(table["columns"])
+    assert {"sums exact_match,strict-match", "letters acc", "measured bits"} <= set(table["columns"])
 
 
 def test_scores_equal_lm_evals_own_evaluator(whole, loaded, tasks, data_dir):
@@ -173,16 +173,16 @@ def test_interrupted_run_resumes_to_the_same_results(run, whole, tmp_path, inter
 
 def test_methods_share_prompts_of_exact_prefill(run, tmp_path):
     for method in COMPARED:
-        run(tmp_path / "alone", [method], prefill="exact", limit=2)
-    run(tmp_path / "together", COMPARED, prefill="exact", limit=2)
+        run(tmp_path / "alone", [method], prefill="exact", samples=2)
+    run(tmp_path / "together", COMPARED, prefill="exact", samples=2)
     for method in ("fp16", "kivi-2bit"):
         for task in ("sums", "letters"):
             alone, together = (records(tmp_path / folder, method, task) for folder in ("alone", "together"))
             assert alone == together and len(alone) == 2
 
 
-def test_samples_do_not_depend_on_the_limit(run, whole, tmp_path):
-    run(tmp_path, COMPARED[1:], limit=2)
+def test_samples_do_not_depend_on_their_number(run, whole, tmp_path):
+    run(tmp_path, COMPARED[1:], samples=2)
     for task in ("sums", "letters"):
         assert records(tmp_path, "kivi-2bit", task) == records(whole[0], "kivi-2bit", task)[:2]
 
@@ -301,7 +301,7 @@ def test_resume_key_has_tokenizer_template_stop_tokens_and_batch_size(loaded, ta
 
 
 def test_batch_sizes_by_length_do_not_change_the_resume_key(loaded, tasks, data_dir, monkeypatch):
-    """Without `--batch-size`, it depends on the longest prompt within the limit."""
+    """Without `--batch-size`, it depends on the longest prompt of the samples."""
 
     def evaluation(tokens):
         monkeypatch.setattr(evaluation_module, "CHARACTERS_PER_TOKEN", tokens)
@@ -371,7 +371,7 @@ def test_nothing_compressed_is_an_error_only_when_no_sample_is(run, tasks, tmp_p
 
 
 def test_invalid_settings_are_refused(run, tasks, tmp_path):
-    run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"], prefill="exact", limit=1)
+    run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"], prefill="exact", samples=1)
     with pytest.raises(UsageError, match="--data-dir nowhere: no such folder"):
         run(tmp_path, data_dir="nowhere")
     with pytest.raises(UsageError, match="--chat-template: the tokenizer of tiny has none"):
@@ -387,6 +387,6 @@ def test_command_takes_tasks_of_all_kinds(kvq, tasks, data_dir, loaded, tmp_path
     loaded.tokenizer.save_pretrained(folder)
     task = f"lm_eval:{tasks['letters']},perplexity"
     result = kvq("eval", "--model", folder, "--task", task, "--data-dir", data_dir, "--method", "kivi", "--set",
-                 "residual=32", "--seqlen", 160, "--limit", 2, "--json")  # fmt: skip
+                 "residual=32", "--seqlen", 160, "--samples", 2, "--json")  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert set(json.loads(result.stdout)["results"]) == {"lm_eval:letters", "perplexity"}

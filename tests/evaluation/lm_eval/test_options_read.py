@@ -17,15 +17,13 @@ from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 
 from .conftest import _rows, write_lines
 
-BASE = {"contexts": (1024,), "limit": 2, "seqlen": 96, "templates": "reference", "batch_size": 2}
+BASE = {"seqlens": (1024,), "samples": 2, "templates": "reference", "batch_size": 2}
 #: Option -> setting and a value that differs from the base.
 CHANGES = {
-    "context": ("contexts", (1200,)),
-    "limit": ("limit", 3),
+    "samples": ("samples", 3),
     "dataset": ("datasets", ("pydoc",)),
-    "seqlen": ("seqlen", 160),
+    "seqlen": ("seqlens", (1200,)),
     "prompt_tokens": ("prompt_tokens", 40),
-    "windows": ("windows", 1),
     "haystack": ("haystack", "words.txt"),
     "qa_file": ("qa_files", (Path("squad.json"),)),
     "templates": ("templates", "standard"),
@@ -76,7 +74,7 @@ def test_the_rules_agree_with_what_options_change(task, chatting, tasks, data_di
     command = typer.main.get_command(app).commands["eval"]
     before, unread = observed()
     assert not unread
-    values = {"task": name, "dataset": "prose", "windows": None, "qa_file": ["squad.json"]}
+    values = {"task": name, "dataset": "prose", "qa_file": ["squad.json"]}
     changes = CHANGES | ({"chat_template": ("chat_template", True)} if task == "letters" else {})  # not its default
     for option, (setting, value) in changes.items():
         flag = f"--{option.replace('_', '-')}"

@@ -110,7 +110,7 @@ def test_right_answers_score_1_and_wrong_answers_0(name, loaded, tmp_path, monke
     monkeypatch.setattr(AttachedLM, "generate_until", speak)
     monkeypatch.setattr("nltk.download", lambda *_, **__: True)  # goes to the network
     settings = EvaluationSettings(
-        [f"lm_eval:{name}"], data_dir=str(tmp_path / "data"), limit=2, num_fewshot=1, max_new_tokens=256
+        [f"lm_eval:{name}"], data_dir=str(tmp_path / "data"), samples=2, num_fewshot=1, max_new_tokens=256
     )
     chosen = compared_methods([build("kivi", bits=2)])
     document = evaluate(loaded, chosen, settings, tmp_path / "out")
