@@ -41,7 +41,7 @@ def named(task) -> str:
 
 def test_workers_that_would_compute_other_records_are_refused(tiny_folder, monkeypatch):  # noqa: F811
     monkeypatch.setattr(remote, "threads_per_task", lambda: 1)
-    loaded, settings = load_model(str(tiny_folder)), EvaluationSettings(["perplexity"], windows=1, seqlen=64)
+    loaded, settings = load_model(str(tiny_folder)), EvaluationSettings(["perplexity"], samples=1, seqlens=[64])
     methods = compared_methods([build("kivi", bits=2, group=8, residual=8)])
     evaluations = build_evaluations(settings, loaded, lambda *_: lambda _: None)
     with attach(loaded.model, methods[0].attachable, prefill="compressed") as attached:
