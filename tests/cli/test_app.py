@@ -87,15 +87,39 @@ def test_help_shows_everyday_options_and_help_all_the_others(kvq):
     assert every == {parameter.opts[0] for parameter in command.params} | {"--help"}
 
 
-def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every command and group below `group`."""
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command and group below `group`, with its words."""
     for name, command in group.commands.items():
-        yield (*path, name)
+        yield (*path, name), command
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
 
 
-@pytest.mark.parametrize("words", [(), *commands(typer.main.get_command(module.app))], ids=" ".join)
+@pytest.mark.parametrize(
+    ("meaning", "name", "said_by"),
+    [
+        (
+            "Number of (samples|text windows|windows of)",
+            "samples",
+            {"calibrate", "eval", "tune", "analyze", "bench calibrate"},
+        ),
+        ("Tokens per (sample|window)", "seqlen", {"calibrate", "eval", "tune", "analyze", "bench calibrate"}),
+        ("Tokens per sequence", "context", {"bits", "plan", "recommend"}),
+    ],
+)
+def test_an_option_has_one_spelling_in_all_commands(meaning, name, said_by):
+    """`kvq tune` also has those of the texts that it measures."""
+    found = {
+        (" ".join(path), parameter.opts[0])
+        for path, command in commands(typer.main.get_command(module.app))
+        for parameter in command.params
+        if re.match(meaning, getattr(parameter, "help", None) or "")
+    }
+    assert {path for path, _ in found} == said_by
+    assert {option.replace("--text-", "--") for _, option in found} == {f"--{name}"}
+
+
+@pytest.mark.parametrize("words", [(), *dict(commands(typer.main.get_command(module.app)))], ids=" ".join)
 def test_short_help_is_the_help_and_fits_100_columns(kvq, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "100")
     short, long = (kvq(*words, flag) for flag in ("-h", "--help"))
