@@ -19,15 +19,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kvq_cli import attach, load_artifact
+from kvq_cli import load_artifact
 from kvq_cli.artifact import Artifact
 from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.cache_argument import cache_argument
-from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import LayerPlan, ModelShape
 from kvq_cli.methods.xquant_cl import XQuantCL
 from kvq_cli.models import LoadedModel, load_model
 from kvq_cli.papers.studies.activation_hooks import watch_inputs
+from lab.studies.kl import Windows
 
 
 def main() -> None:
@@ -41,46 +40,27 @@ def main() -> None:
     given = parser.parse_args()
     loaded = load_model(given.model, "cpu", "float32")
     artifact = load_artifact(given.artifact).with_options({"bits": given.bits})
-    windows = [
-        token_windows(loaded.tokenizer, load_text(name, "evaluation"), given.tokens, 1, seed=0)[0]
-        for name in given.texts
-    ]
-    with torch.inference_mode():
-        exact = [scored(loaded.model(window[None]).logits) for window in windows]
+    windows = Windows(loaded, given.texts, given.tokens)
     first, layers = artifact.method_config["base_layers"], loaded.shape.layers
-    none = mean_kl(loaded, artifact, windows, exact, {})
-    every = mean_kl(loaded, artifact, windows, exact, dict.fromkeys(range(first, layers), given.more))
+    none = mean_kl(artifact, windows, {})
+    every = mean_kl(artifact, windows, dict.fromkeys(range(first, layers), given.more))
     print(f"all at {given.bits} bits: KL {none:.4f}; all at {given.more} bits: KL {every:.4f}")
     print(f"{'layer':>5} {'change of X':>12} {f'at {given.more} bits':>12} {'share':>8}")
-    changes = relative_changes(loaded, windows)
+    changes = relative_changes(loaded, windows.windows)
     for layer in range(first, layers):
-        kl = mean_kl(loaded, artifact, windows, exact, {layer: given.more})
+        kl = mean_kl(artifact, windows, {layer: given.more})
         print(f"{layer:>5} {changes[layer]:>12.3f} {kl:>12.4f} {(none - kl) / none:>8.0%}", flush=True)
 
 
-def scored(logits: Tensor) -> Tensor:
-    """Log probabilities of the second half of a window."""
-    return logits[0, logits.shape[1] // 2 :].log_softmax(-1)
-
-
-def mean_kl(
-    loaded: LoadedModel, artifact: Artifact, windows: list[Tensor], exact: list[Tensor], bits: Mapping[int, int]
-) -> float:
+def mean_kl(artifact: Artifact, windows: Windows, bits: Mapping[int, int]) -> float:
     """KL divergence with some layers' differences at other bits, mean over the windows."""
-    plan, divergences = XQuantCL.plan, []
+    plan = XQuantCL.plan
 
     def finer(method: XQuantCL, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         return plan(replace(method, bits=bits.get(layer, method.bits)), layer, shape, tensors)
 
-    with (
-        patch.object(XQuantCL, "plan", finer),
-        attach(loaded.model, artifact, prefill="compressed") as attached,
-        torch.inference_mode(),
-    ):
-        for window, before in zip(windows, exact, strict=True):
-            after = scored(loaded.model(window[None], **cache_argument(attached.new_cache())).logits)
-            divergences.append((before.exp() * (before - after)).sum(-1).mean().item())
-    return sum(divergences) / len(divergences)
+    with patch.object(XQuantCL, "plan", finer):
+        return windows.kl(artifact)
 
 
 def relative_changes(loaded: LoadedModel, windows: list[Tensor]) -> list[float]:
