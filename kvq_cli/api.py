@@ -66,7 +66,7 @@ def evaluate(
 
     model, tokenizer, quiet: as for `calibrate`.
     methods: one or several, each as for `attach`; "fp16" compresses nothing.
-    options: those of `kvq eval`, with its defaults: `task`, `dataset`, `limit`, `context=[512, 1024]`, `out`, ....
+    options: those of `kvq eval`, with its defaults: `task`, `dataset`, `samples`, `seqlen=[512, 1024]`, `out`, ....
 
     Returns the result in lm-eval's schema, `results["perplexity"]["perplexity,none"]`; of several methods, one by label
     under `methods`. Finished samples are kept in `out` and not evaluated again.
