@@ -63,7 +63,7 @@ def test_a_lead_on_every_text_is_bold_though_texts_differ_more(methods, tmp_path
 
 def test_a_lead_within_chance_is_not_bold(methods, tmp_path):
     bold = _bold(methods, tmp_path)
-    assert bold["KL to fp16"] == set() and bold["bits"] == set()
+    assert bold["KL to fp16"] == set() and bold["nominal bits"] == set()
     del methods["c"]
     assert _bold(methods, tmp_path)["KL to fp16"] == {"a"}
 
