@@ -40,8 +40,8 @@ INTRODUCTION = (
     "3-5, KL is lower beyond chance for two methods, and higher for all but five. Differences are of the same windows, "
     "in percent of kivi-2bit's KL, with 95 % intervals; a star where the interval excludes zero. *KL over klt's* is at "
     "equal measured bits, on the line through the rows of klt (ln KL); with `>`, the method has more bits than klt's "
-    "last row, so that the ratio is at least this. [How it was measured](comparison/measured.md) has texts, windows, "
-    "and what the rounding of a calibration changes: up to 15 %."
+    "last row, so that the ratio is at least this; with `<`, fewer than its first: at most this. [How it was "
+    "measured](comparison/measured.md) has texts, windows, and what the rounding of a calibration changes: up to 15 %."
 )
 ALL = "Every method, option, text and number of bits, and the papers' claims that one method is better than another:"
 CLAIMS = (
