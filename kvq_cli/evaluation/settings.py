@@ -69,7 +69,7 @@ class EvaluationSettings:
                 require_lm_eval(name)
         if len(self.seqlens or ()) > 1 and (single := [name for name in self.tasks if name in (PERPLEXITY, DRIFT)]):
             lengths = ",".join(map(str, self.seqlens or ()))
-            raise UsageError(f"--seqlen {lengths}: only tasks of RULER take several lengths, {single[0]} takes one")
+            raise UsageError(f"--seqlen {lengths}: {single[0]} takes one length: give RULER's tasks a run of their own")
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise UsageError(f"--data-dir {self.data_dir}: no such folder")
 

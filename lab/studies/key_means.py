@@ -1,4 +1,4 @@
-"""What a rotation does with the mean of the keys: KL divergence of rotated codes with and without it.
+"""Measure what the mean of the keys costs rotated codes: KL divergence with it, and with it taken off before packing.
 
 python -m lab.studies.key_means METHOD... [--model smollm2] [--texts TEXT,...] [--tokens 1024] [--set OPTION=VALUE]
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,16 +23,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvq_cli import build, load_artifact
-from kvq_cli.artifact import Artifact
 from kvq_cli.cache_argument import cache_argument
+from kvq_cli.cli.options import method_options
 from kvq_cli.codecs.base import Codec, Packed
 from kvq_cli.codecs.wrapped import WrappedCodec
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
-from kvq_cli.methods.registry import from_config, parse
+from kvq_cli.methods.registry import from_config
 from kvq_cli.models import LoadedModel, load_model
+from kvq_cli.resolve import resolve_compared
 from lab.studies.kl import Windows
 
 #: Windows whose keys are averaged, and their first tokens, whose keys are unlike the others (attention sinks).
@@ -41,7 +40,7 @@ WINDOWS, SINKS = 4, 8
 
 
 class CenteredCodec(WrappedCodec):
-    """`base` packs x - mean. mean: `[1, kv_heads, 1, head_dim]` float32."""
+    """Pack x - mean by `base`. mean: `[1, kv_heads, 1, head_dim]` float32."""
 
     def __init__(self, base: Codec, mean: Tensor) -> None:
         super().__init__(base)
@@ -70,30 +69,16 @@ def main() -> None:
     print(f"share of the mean in the keys' energy: {shares.mean():.2f} ({shares.min():.2f} to {shares.max():.2f})")
     windows = Windows(loaded, given.texts.split(","), given.tokens)
     print(f"{'method':<32} {'KL':>8} {'without the mean':>17}")
-    for text in given.methods:
-        method = attachable(text, given.set)
+    methods = resolve_compared(given.model, given.methods, options=method_options(given.set))
+    for text, method in zip(given.methods, methods, strict=True):
         plain = windows.kl(method)
         cls = type(method if isinstance(method, Method) else from_config(method.method_config))
         with patch.object(cls, "plan", centered(cls, means)):
             print(f"{text:<32} {plain:>8.4f} {windows.kl(method):>17.4f}", flush=True)
 
 
-def attachable(text: str, settings: Sequence[str]) -> Method | Artifact:
-    """The method or the artifact that `text` names, with options `settings` that its method has."""
-    if Path(text).is_dir():
-        artifact = load_artifact(Path(text))
-        return artifact.with_options(_fitting(artifact.method_config["name"], settings))
-    name, own = parse(text)
-    return build(name, **{**_fitting(name, settings), **own})
-
-
-def _fitting(name: str, settings: Sequence[str]) -> Mapping[str, str]:
-    known = vars(build(name))
-    return {key: value for key, _, value in (each.partition("=") for each in settings) if key in known}
-
-
 def key_means(loaded: LoadedModel, tokens: int) -> tuple[list[Tensor], Tensor]:
-    """The mean key after RoPE of each layer, `[1, kv_heads, 1, head_dim]`, and its share of the energy, `[layers]`."""
+    """Return each layer's mean key after RoPE, `[1, kv_heads, 1, head_dim]`, and its share of energy, `[layers]`."""
     text = load_text("prose", "calibration")
     sums: list[Tensor] = []
     energies: list[Tensor] = []
@@ -116,13 +101,13 @@ def key_means(loaded: LoadedModel, tokens: int) -> tuple[list[Tensor], Tensor]:
 
 
 def centered(cls: type[Method], means: Sequence[Tensor]) -> Callable[..., LayerPlan]:
-    """`cls.plan` whose keys are packed without their mean."""
+    """Return `cls.plan`, changed to pack keys without their mean."""
     plan = cls.plan
 
     def centered_plan(method: Method, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         planned = plan(method, layer, shape, tensors)
         if not isinstance(planned.keys.codec, Codec):
-            raise KvqError(f"{method.name}: its key codec is fit to a prompt, which has a mean of its own")
+            raise KvqError(f"{method.name}: its key codec is fit to each prompt: name a method whose codec is not")
         return replace(planned, keys=replace(planned.keys, codec=CenteredCodec(planned.keys.codec, means[layer])))
 
     return centered_plan

@@ -1,4 +1,4 @@
-"""KL divergence of a few windows to the uncompressed model, for studies that change a method's plan."""
+"""Measure KL divergence from the uncompressed model on a few windows, for studies that change a method's plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvq_cli.models import LoadedModel
 
 
 class Windows:
-    """One window of the evaluation split of each text, `[tokens]` int64, with the uncompressed model's predictions."""
+    """Hold a window of each text's evaluation split, `[tokens]` int64, and the uncompressed model's predictions."""
 
     def __init__(self, loaded: LoadedModel, texts: Sequence[str], tokens: int) -> None:
         self._loaded = loaded
@@ -27,7 +27,7 @@ class Windows:
             self._exact = [_scored(loaded.model(window[None]).logits) for window in self.windows]
 
     def kl(self, method: Method | Artifact) -> float:
-        """Mean KL in nats per token over the second halves of the windows."""
+        """Return the mean KL in nats per token over the second halves of the windows."""
         divergences = []
         with attach(self._loaded.model, method, prefill="compressed") as attached, torch.inference_mode():
             for window, before in zip(self.windows, self._exact, strict=True):
@@ -37,5 +37,5 @@ class Windows:
 
 
 def _scored(logits: Tensor) -> Tensor:
-    """Log probabilities of the second half of a window."""
+    """Return the log probabilities of the second half of a window."""
     return logits[0, logits.shape[1] // 2 :].log_softmax(-1)

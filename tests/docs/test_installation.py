@@ -1,4 +1,4 @@
-"""Words on how kvq is installed: its name on PyPI is another project's."""
+"""Check what errors and pages say about installing kvq, whose name on PyPI is another project's."""
 
 from __future__ import annotations
 

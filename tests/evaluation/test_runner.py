@@ -397,7 +397,10 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
         ({"prompt_tokens": 512}, r"--prompt-tokens 512: windows of 512 tokens leave none to score"),
         ({"seqlens": [4096]}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
         ({"seqlens": [4096], "tasks": ["perplexity"]}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
-        ({"seqlens": [512, 640]}, r"--seqlen 512,640: only tasks of RULER take several lengths, perplexity takes one"),
+        (
+            {"seqlens": [512, 640]},
+            r"--seqlen 512,640: perplexity takes one length: give RULER's tasks a run",
+        ),
         ({"seqlens": [128]}, r"--seqlen 128 is too short for vt"),
         ({"datasets": ["nothing"]}, r"nothing"),
         ({"haystack": "nowhere.txt"}, r"nowhere.txt"),
