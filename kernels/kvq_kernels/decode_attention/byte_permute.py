@@ -11,7 +11,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice
 
-from kvq_kernels.decode_attention.spec import SideSpec, get
+from kvq_kernels.decode_attention.spec import SideSpec
 
 #: Selectors for the bytes a0 b0 a1 b1, and a2 b2 a3 b3 of a and b.
 LOWER = tl.constexpr(0x5140)
@@ -47,7 +47,7 @@ def byte_permute(a, b, selectors):
 @triton.jit
 def load_table(side, S: tl.constexpr):
     """(low bytes, high bytes) of the float16 entries, four per int32."""
-    COUNT: tl.constexpr = get(S, "entries")
+    COUNT: tl.constexpr = S.entries
     low, high = (), ()
     for first in tl.static_range(0, COUNT, 4):
         low_bytes, high_bytes = 0, 0
@@ -74,8 +74,8 @@ def select_bytes(table, code, top, COUNT: tl.constexpr):
 def lookup_pairs(low, high, table, S: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """int32 pairs of float16 numbers for the hex digits of words `low` (third bits of codes in `high`): for each half
     word, the pairs that selectors FIRST make of low and high bytes, then those of SECOND."""
-    BITS: tl.constexpr = get(S, "field_bits")
-    COUNT: tl.constexpr = get(S, "entries")
+    BITS: tl.constexpr = S.field_bits
+    COUNT: tl.constexpr = S.entries
     MASK: tl.constexpr = 0x11111111 * min(2**BITS - 1, 7)
     pairs = ()
     for half in tl.static_range(2):
@@ -111,7 +111,7 @@ def decode_two_words(a, b, ah, bh, table, S: tl.constexpr, half, HALVES: tl.cons
     for i in tl.static_range(HALVES):
         selectors = LOWER + (half + i) * (UPPER - LOWER)
         low, high = byte_permute(a, b, selectors), a
-        if get(S, "bits") == 3:
+        if S.bits == 3:
             high = byte_permute(ah, bh, selectors)
         pairs = pairs + lookup_pairs(low, high, table, S, 0x6240, 0x7351)
     numbers = ()
@@ -123,7 +123,7 @@ def decode_two_words(a, b, ah, bh, table, S: tl.constexpr, half, HALVES: tl.cons
 @triton.jit
 def decode_one_word(low, high, table, S: tl.constexpr):
     """Tuple over fields of float16: numbers of a word."""
-    BITS: tl.constexpr = get(S, "field_bits")
+    BITS: tl.constexpr = S.field_bits
     pairs = lookup_pairs(low, high, table, S, LOWER, UPPER)
     numbers = ()
     for quarter in tl.static_range(4):  # the fields of a pair are 4 / BITS apart

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.paging import at_tokens
-from kvq_kernels.decode_attention.spec import get, row_width
 from kvq_kernels.planar import low_bits
 
 #: 2^24: undoes the subnormal bitcast.
@@ -37,12 +36,10 @@ def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
     token = r * strides[4]
     codes = side[0] + r * strides[0] + h * strides[1]
     book = 0 * h
-    if get(S, "kind") == "codebook":
-        group = h * get(S, "dim")
-        size: tl.constexpr = (
-            get(S, "dim") // get(S, "book_channels") * get(S, "entries") * get(S, "tokens") * get(S, "channels")
-        )
-        book = 0 * h if get(S, "shared_heads") else h * size
+    if S.kind == "codebook":
+        group = h * S.dim
+        size: tl.constexpr = S.dim // S.book_channels * S.entries * S.tokens * S.channels
+        book = 0 * h if S.shared_heads else h * size
     else:
         book = group
     first, second, third = side[1] + book, side[2] + group, side[3] + group
@@ -80,9 +77,9 @@ def load_code(codes, row, column, W: tl.constexpr, ROW: tl.constexpr, COUNT: tl.
 @triton.jit
 def dequantize(side, S: tl.constexpr, token, channel, mask):
     """float32 [tokens, channels]: packed tokens `token` [tokens, 1], channels `channel` [1, channels], dequantized."""
-    KIND: tl.constexpr = get(S, "kind")
+    KIND: tl.constexpr = S.kind
     if KIND == "dense":
-        return tl.load(side[0] + token * get(S, "dim") + channel, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(side[0] + token * S.dim + channel, mask=mask, other=0.0).to(tl.float32)
     elif KIND == "uniform":
         return _uniform(side, S, token, channel, mask)
     else:
@@ -92,10 +89,10 @@ def dequantize(side, S: tl.constexpr, token, channel, mask):
 @triton.jit
 def _uniform(side, S: tl.constexpr, token, channel, mask):
     """`dequantize` of uniform codes: q s + z, (q - level) s, or per group of a hybrid either."""
-    D: tl.constexpr = get(S, "dim")
-    G: tl.constexpr = get(S, "group")
-    code = load_code(side[0], token, channel, get(S, "words"), row_width(S), D, get(S, "bits"), mask)
-    if get(S, "axis") == "channel":
+    D: tl.constexpr = S.dim
+    G: tl.constexpr = S.group
+    code = load_code(side[0], token, channel, S.words, S.row, D, S.bits, mask)
+    if S.axis == "channel":
         offset = (token // G) * D + channel
         member = token % G
     else:
@@ -103,21 +100,21 @@ def _uniform(side, S: tl.constexpr, token, channel, mask):
         member = channel % G
     raw = tl.load(side[1] + offset, mask=mask, other=0.0)
     s = raw.to(tl.float32)
-    if get(S, "hybrid"):
+    if S.hybrid:
         asymmetric = raw.to(tl.int16, bitcast=True) < 0  # the sign bit: a constant group's scale is minus zero
         s = tl.abs(s)
-    if get(S, "sign_bits") > 0:
+    if S.sign_bits > 0:
         word = tl.load(side[3] + offset, mask=mask, other=0)
-        if get(S, "hybrid"):
+        if S.hybrid:
             z = tl.where(asymmetric, word.to(tl.float32, bitcast=True), 0.0)
             word = tl.where(asymmetric, 0, word)
             return subnormal_to_float(code | _sign(word, member)) * s + z
         return subnormal_to_float(code | _sign(word, member)) * s
-    elif get(S, "has_zero"):
+    elif S.has_zero:
         z = tl.load(side[2] + offset, mask=mask, other=0.0).to(tl.float32)
         return subnormal_to_float(code) * s + z
     else:
-        return (subnormal_to_float(code) - get(S, "level")) * s
+        return (subnormal_to_float(code) - S.level) * s
 
 
 @triton.jit
@@ -129,21 +126,21 @@ def _sign(word, member):
 @triton.jit
 def _codebook(side, S: tl.constexpr, token, channel, mask):
     """`dequantize` of codebook codes: centroid std + mean, then the token's scale and zero-point."""
-    D: tl.constexpr = get(S, "dim")
-    L: tl.constexpr = get(S, "tokens")
-    C: tl.constexpr = get(S, "channels")
-    N: tl.constexpr = get(S, "entries")
-    if get(S, "bits") == 8:
+    D: tl.constexpr = S.dim
+    L: tl.constexpr = S.tokens
+    C: tl.constexpr = S.channels
+    N: tl.constexpr = S.entries
+    if S.bits == 8:
         code = tl.load(side[0] + ((token // L) * (D // C) + channel // C), mask=mask, other=0).to(tl.int32)
     else:
-        code = load_code(side[0], token // L, channel // C, get(S, "words"), row_width(S), D // C, get(S, "bits"), mask)
-    entry = ((channel // get(S, "book_channels")) * N + code) * (L * C)
+        code = load_code(side[0], token // L, channel // C, S.words, S.row, D // C, S.bits, mask)
+    entry = ((channel // S.book_channels) * N + code) * (L * C)
     x = tl.load(side[1] + (entry + (token % L) * C + channel % C), mask=mask, other=0.0).to(tl.float32)
-    if get(S, "has_std"):
+    if S.has_std:
         x = x * tl.load(side[3] + channel, mask=channel < D, other=0.0)
-    if get(S, "has_zero"):
+    if S.has_zero:
         x += tl.load(side[2] + channel, mask=channel < D, other=0.0)
-    if get(S, "token_scaled"):
+    if S.token_scaled:
         x *= tl.load(side[4] + token, mask=mask, other=0.0).to(tl.float32)
         x += tl.load(side[5] + token, mask=mask, other=0.0).to(tl.float32)
     return x
@@ -152,21 +149,21 @@ def _codebook(side, S: tl.constexpr, token, channel, mask):
 @triton.jit
 def load_cached(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, channel, mask):
     """float32 [tokens, channels] of the row's tokens `token`, wherever they are cached: sinks, packed or ring."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     index = token - SINKS
     packed = mask & (index >= 0) & (index < count)
     stored, within = at_tokens(side, S, index, (index >= 0) & (index < count))
     x = dequantize(stored, S, within, channel, packed)
-    if get(S, "outliers") > 0:
+    if S.outliers > 0:
         x = _with_outliers(x, stored, S, within, channel, packed)
     x = tl.where(packed, x, 0.0)
     exact = tl.zeros(x.shape, tl.float32)
     if SINKS > 0:
         exact += tl.load(side[6] + token * D + channel, mask=mask & (index < 0), other=0.0).to(tl.float32)
-    if get(S, "ring"):
+    if S.ring:
         recent = mask & (index >= 0) & (index >= count)
         exact += tl.load(side[7] + (index % ring_size) * D + channel, mask=recent, other=0.0).to(tl.float32)
-    if get(S, "normed"):
+    if S.normed:
         exact /= tl.load(side[8] + channel, mask=channel < D, other=1.0)
     return x + exact
 
@@ -174,20 +171,20 @@ def load_cached(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, to
 @triton.jit
 def _with_outliers(x, side, S: tl.constexpr, token, channel, mask):
     """x with outliers put in: every slot of a block's list is compared with every element."""
-    BLOCK: tl.constexpr = get(S, "outlier_block")
-    CAPACITY: tl.constexpr = get(S, "outliers")
+    BLOCK: tl.constexpr = S.outlier_block
+    CAPACITY: tl.constexpr = S.outliers
     block = token // BLOCK
-    position = (token % BLOCK) * get(S, "dim") + channel
+    position = (token % BLOCK) * S.dim + channel
     first = block * CAPACITY
     slots, slot_mask = CAPACITY, mask
-    if get(S, "pooled_heads") > 0:
-        start = side[11] + block * (get(S, "pooled_heads") + 1)
+    if S.pooled_heads > 0:
+        start = side[11] + block * (S.pooled_heads + 1)
         begin = tl.load(start, mask=mask, other=0)
         count = tl.load(start + 1, mask=mask, other=0) - begin
         first += begin
         slots = tl.max(tl.max(count, axis=1), axis=0)
     for slot in tl.range(0, slots, num_stages=1):
-        if get(S, "pooled_heads") > 0:
+        if S.pooled_heads > 0:
             slot_mask = slot < count  # count is 0 where not `mask`
         index = tl.load(side[9] + first + slot, mask=slot_mask, other=-1).to(tl.int32)
         x = tl.where(index == position, tl.load(side[10] + first + slot, mask=slot_mask, other=0.0).to(tl.float32), x)

@@ -15,7 +15,7 @@ from kvq_kernels.decode_attention.main_loop import LOG2_P_FACTOR, split_output
 from kvq_kernels.decode_attention.paging import at_tokens
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.several_queries import finite_max, seen_tokens
-from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, get, padded_dim
+from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, padded_dim
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def attend_exact(
     N: tokens of a tile. PAIRS: of channels of a column tile with RoPE. T: type of products. PACKED: packed tokens are
     dense, and among these. sight: of `seen_tokens`; None: one query, which sees all of these.
     """
-    D: tl.constexpr = get(SK, "dim")
+    D: tl.constexpr = SK.dim
     W: tl.constexpr = exact_queries(SK, M)
     E: tl.constexpr = exact_columns(SK, "none", PAIRS)
     within, column, member = tl.arange(0, N), tl.arange(0, E), tl.arange(0, W)
@@ -85,11 +85,11 @@ def exact_places(
     Triton then sends what is loaded through shared memory to the layout of the cosines, nor for AMD's GPUs, whose
     compiler has no pointers into several tensors.
     """
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     index = token - SINKS
     places = ()
     recent = index >= 0
-    if get(S, "ring"):
+    if S.ring:
         places = places + ((side[7] + (index % ring_size) * D)[:, None], recent[:, None])
     if PACKED:
         packed = recent & (index < count)
@@ -97,7 +97,7 @@ def exact_places(
         places = places + ((stored[0] + within * D)[:, None], packed[:, None])
     if SINKS > 0:
         places = places + ((side[6] + token * D)[:, None], (index < 0)[:, None])
-    if get(S, "nvidia") and STYLE == "none":
+    if S.nvidia and STYLE == "none":
         rows = places[0]
         for i in tl.static_range(2, len(places), 2):
             rows = tl.where(places[i + 1], places[i], rows)
@@ -119,7 +119,7 @@ def _load(places, side, S: tl.constexpr, channel, mask):
         for i in tl.static_range(2, len(places), 2):
             there = places[i + 1]
             x = tl.where(there, load(places[i], channel, there if mask is None else there & mask, 0.0), x)
-    if get(S, "normed"):
+    if S.normed:
         x = x.to(tl.float32) / load(side[8], channel, mask, 1.0)
     return x
 
@@ -130,7 +130,7 @@ def exact_query_columns(
     PAIRS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Column tiles [channels, W] of the queries, in type T; with RoPE both halves of each tile of pairs."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     E: tl.constexpr = exact_columns(S, STYLE, PAIRS)
     member, column = tl.arange(0, W)[None, :], tl.arange(0, E)[:, None]
     planes = ()
@@ -157,7 +157,7 @@ def exact_scores(
     W: tl.constexpr, PAIRS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """k . q, float32 [N, W], of the tokens at `places` and positions [N]."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     E: tl.constexpr = exact_columns(S, STYLE, PAIRS)
     column = tl.arange(0, E)
     qk = tl.zeros([N, W], tl.float32)

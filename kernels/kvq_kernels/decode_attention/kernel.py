@@ -19,7 +19,7 @@ from kvq_kernels.decode_attention.main_loop import attend_tiles, split_output
 from kvq_kernels.decode_attention.paging import at_paged_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.several_queries import finite_max, seen_tokens
-from kvq_kernels.decode_attention.spec import column_tiles, get, mixed_out_of_line
+from kvq_kernels.decode_attention.spec import column_tiles, mixed_out_of_line
 
 #: Cost of an exact token and of a mixed one, in tokens of whole tiles: about the ratio of their times in compiled code.
 EXACT_COST, MIXED_COST = tl.constexpr(3), tl.constexpr(16)
@@ -80,19 +80,19 @@ def split_kernel(
     else:
         head, key_head = tl.load(heads[0] + stored_head), tl.load(heads[1] + stored_head)
         value_head = tl.load(heads[2] + stored_head)
-    if get(SK, "cell") > 0:
+    if SK.cell > 0:
         k = at_paged_head(keys, key_strides, SK, row, head, key_head, pages[0], pages[1])
     else:
         k = at_stored_head(keys, key_strides, SK, row, head, key_head)
-    if get(SV, "cell") > 0:
+    if SV.cell > 0:
         v = at_paged_head(values, value_strides, SV, row, head, value_head, pages[2], pages[3])
     else:
         v = at_stored_head(values, value_strides, SV, row, head, value_head)
-    D: tl.constexpr = get(SK, "dim")
+    D: tl.constexpr = SK.dim
     first_query = row * (HEADS * BLOCKS * GROUP) + head * (BLOCKS * GROUP) + first_row
     q = query + first_query.to(tl.int64) * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
-    FIRST: tl.constexpr = get(SK, "first")  # tiles are counted from place 0, which would be token BASE
+    FIRST: tl.constexpr = SK.first  # tiles are counted from place 0, which would be token BASE
     BASE: tl.constexpr = SINKS - FIRST
     packed = tl.minimum(key_count, value_count)
     if QUERIES > 1:  # whole tiles have no mask: all queries see them
@@ -186,7 +186,7 @@ def attend_mixed(
 
     sight: of `seen_tokens`; None: one query, which sees all of these.
     """
-    D: tl.constexpr = get(SK, "dim")
+    D: tl.constexpr = SK.dim
     P: tl.constexpr = column_tiles(SK, E)
     member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
     m_i = tl.full([M], float("-inf"), tl.float32)

@@ -23,7 +23,7 @@ from kvq_kernels.decode_attention.scalar_codebook import (
     scalar_codebook_scores,
     scalar_codebook_store,
 )
-from kvq_kernels.decode_attention.spec import block_tokens, column_tiles, get
+from kvq_kernels.decode_attention.spec import block_tokens, column_tiles
 from kvq_kernels.decode_attention.uniform import uniform_fits
 from kvq_kernels.decode_attention.uniform_keys import uniform_queries, uniform_scores
 from kvq_kernels.decode_attention.uniform_values import (
@@ -85,7 +85,7 @@ def attend_tiles(
         acc = generic_init(SV, M, E)
     key_table = load_table(keys, SK) if SCALAR_KEYS else ()
     value_table = load_table(values, SV) if SCALAR_VALUES else ()
-    mma_layout = mma_layout_zeros(q, get(SK, "dim")) if get(SK, "outliers") + get(SV, "outliers") > 0 else 0
+    mma_layout = mma_layout_zeros(q, SK.dim) if SK.outliers + SV.outliers > 0 else 0
     key_page, value_page = tile_page(keys, SK, first, N, last), tile_page(values, SV, first, N, last)
     for tile in tl.range(first, last, num_stages=STAGES):
         k, k_tile, k_start = at_tile(keys, SK, tile, N, key_page, start)
@@ -114,7 +114,7 @@ def attend_tiles(
                 unscaled = unscaled + (s,)
         if UNIFORM_VALUES:
             prefetched = uniform_prefetch(v, SV, v_tile * N, M, N)
-        if get(SK, "outliers") > 0:
+        if SK.outliers > 0:
             unscaled = correct_scores(
                 unscaled, mma_layout, q, k, SK, k_tile * N, rope, k_start, STYLE, WIDTH, GROUP, M, L, R, BLOCK,
                 PRECISION,
@@ -144,14 +144,14 @@ def attend_tiles(
             )
         else:
             acc = generic_accumulate(acc, p, alpha, v, SV, v_tile * N, L, R, BLOCK, E, VD, PRECISION)
-        if get(SV, "outliers") > 0:
+        if SV.outliers > 0:
             sums = correct_values(
                 acc[0] if SCALAR_VALUES else acc, mma_layout, p, v, SV, v_tile * N, VECTOR_VALUES, SCALAR_VALUES,
                 GROUP, M, L, R, BLOCK, E, PRECISION,
             )  # fmt: skip
             acc = (sums, acc[1]) if SCALAR_VALUES else sums
         m_i = m_ij
-    out = split_output(partial, first_query, get(SV, "dim"), M)
+    out = split_output(partial, first_query, SV.dim, M)
     if last > first:
         if UNIFORM_VALUES:
             uniform_store(acc, out, l_i, SV, GROUP, M)
@@ -184,7 +184,7 @@ def generic_queries(
     q, S: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, E: tl.constexpr
 ):
     """Column tiles [M, E] of the queries in their type; with RoPE both halves of each tile of pairs, in float32."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     P: tl.constexpr = column_tiles(S, E)
     column, member = tl.arange(0, E)[None, :], tl.arange(0, M)[:, None]
     planes = ()
@@ -221,7 +221,7 @@ def generic_scores(
 
     A key is R(start + begin) R(within) x: the first rotation is undone on the query, the second applied to x.
     """
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     P: tl.constexpr = column_tiles(S, E)
     column = tl.arange(0, E)
     row = token[:, None]
@@ -267,7 +267,7 @@ def generic_accumulate(
         a = acc[j] * alpha[:, None]
         for i in tl.static_range(L):
             token = begin + subtile_tokens(tl.arange(0, R), i, R, BLOCK)
-            x = dequantize(v, S, token[:, None], channel, channel < get(S, "dim"))
+            x = dequantize(v, S, token[:, None], channel, channel < S.dim)
             a = tl.dot(p[i].to(T), x.to(T), a, input_precision=PRECISION)
         new = new + (a,)
     return new
@@ -279,5 +279,5 @@ def generic_store(acc, out, l_i, S: tl.constexpr, GROUP: tl.constexpr, M: tl.con
     member = tl.arange(0, M)[:, None]
     for j in tl.static_range(column_tiles(S, E)):
         channel = (j * E + tl.arange(0, E))[None, :]
-        mask = (member < GROUP) & (channel < get(S, "dim"))
+        mask = (member < GROUP) & (channel < S.dim)
         tl.store(out[:, None] + channel, acc[j] / l_i[:, None], mask=mask)

@@ -14,7 +14,7 @@ import triton.language as tl
 from kvq_kernels.decode_attention.byte_permute import interpreted
 from kvq_kernels.decode_attention.layout_hints import load_scattered
 from kvq_kernels.decode_attention.outliers import CHUNK
-from kvq_kernels.decode_attention.spec import SideSpec, get
+from kvq_kernels.decode_attention.spec import SideSpec
 
 
 @triton.constexpr_function
@@ -77,7 +77,7 @@ def _join_columns(parts, N: tl.constexpr):
 @triton.jit
 def _opaque(x, S: tl.constexpr):
     """x [CHUNK] of 16 bits behind an opaque move: else every thread that uses x would compute it again."""
-    if get(S, "nvidia") and not interpreted():
+    if S.nvidia and not interpreted():
         return tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], x.dtype, is_pure=False, pack=1)
     else:
         return x

@@ -21,7 +21,7 @@ from kvq_kernels.decode_attention.one_hot_mma import (
 from kvq_kernels.decode_attention.outliers import CHUNK, load_corrections, outlier_chunk, outlier_runs
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.scalar_codebook import scalar_tile_channel, scalar_tile_count, scalar_tile_steps
-from kvq_kernels.decode_attention.spec import SideSpec, column_tiles, get
+from kvq_kernels.decode_attention.spec import SideSpec, column_tiles
 from kvq_kernels.decode_attention.vector_codebook import (
     subtile_tokens,
     vector_tile_channel,
@@ -103,7 +103,7 @@ def correct_scores(
         if PAIRS:
             correction *= 128.0
         position = (start + begin + token).to(tl.uint32)  # unsigned: cheaper division
-        a = _rotated_products(q, rope, position, channel, correction, get(S, "dim"), STYLE, WIDTH, GROUP)
+        a = _rotated_products(q, rope, position, channel, correction, S.dim, STYLE, WIDTH, GROUP)
         a = right_operands(split_bf16(a) if PAIRS else a, layout, M, PAIRS)
         distance = spread_indices(token, layout, S) - subnormal(subtile_tokens(thread, 0, R, BLOCK))
         new = ()

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import dequantize
-from kvq_kernels.decode_attention.spec import get
 
 #: Outliers read at once.
 CHUNK = tl.constexpr(32)
@@ -23,15 +22,15 @@ def outlier_runs(side, S: tl.constexpr, begin, N: tl.constexpr):
     end: number of this head's outliers in this and earlier blocks. shift: from an outlier's index in that sequence to
     its slot in the tile's lists.
     """
-    BLOCKS: tl.constexpr = N // get(S, "outlier_block")
-    CAPACITY: tl.constexpr = get(S, "outliers")
+    BLOCKS: tl.constexpr = N // S.outlier_block
+    CAPACITY: tl.constexpr = S.outliers
     runs = ()
-    if get(S, "pooled_heads") == 0:
+    if S.pooled_heads == 0:
         for i in tl.static_range(BLOCKS):
             runs = runs + (((i + 1) * CAPACITY, 0),)
     else:
-        WIDE: tl.constexpr = get(S, "pooled_heads") + 1
-        start = side[11] + begin // get(S, "outlier_block") * WIDE
+        WIDE: tl.constexpr = S.pooled_heads + 1
+        start = side[11] + begin // S.outlier_block * WIDE
         end = 0
         for i in tl.static_range(BLOCKS):
             first, last = tl.load(start + i * WIDE), tl.load(start + i * WIDE + 1)
@@ -45,7 +44,7 @@ def outlier_runs(side, S: tl.constexpr, begin, N: tl.constexpr):
 def outlier_chunk(runs, S: tl.constexpr, at):
     """(slots [CHUNK] in the tile's lists, first tokens of their blocks, valid) of outliers `at`, at + 1, ... of
     `outlier_runs`; where not valid, another slot of the head."""
-    BLOCK: tl.constexpr = get(S, "outlier_block")
+    BLOCK: tl.constexpr = S.outlier_block
     count = runs[len(runs) - 1][0]
     index = at + tl.arange(0, CHUNK)
     clamped = tl.minimum(index, count - 1)
@@ -60,9 +59,9 @@ def outlier_chunk(runs, S: tl.constexpr, at):
 def load_corrections(side, S: tl.constexpr, begin, chunk):
     """(token within the tile, channel, value minus dequantized code) of a chunk of `outlier_chunk`; the correction is 0
     where not valid."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     slot, first, valid = chunk
-    list_start = begin // get(S, "outlier_block") * get(S, "outliers")
+    list_start = begin // S.outlier_block * S.outliers
     index = tl.load(side[9] + list_start + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
     token, channel = (first.to(tl.uint32) + index // D).to(tl.int32), (index % D).to(tl.int32)
     value = tl.load(side[10] + list_start + slot).to(tl.float32)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.spec import get
-
 
 @triton.jit
 def at_paged_head(side, strides, S: tl.constexpr, row, head, stored, table, slots):
@@ -17,12 +15,10 @@ def at_paged_head(side, strides, S: tl.constexpr, row, head, stored, table, slot
     the strides of pages and cells in bytes. strides: of `arguments.pointers`."""
     h = stored.to(tl.int64)
     codes = side[0] + h * strides[1]
-    if get(S, "kind") == "codebook":
-        size: tl.constexpr = (
-            get(S, "dim") // get(S, "book_channels") * get(S, "entries") * get(S, "tokens") * get(S, "channels")
-        )
-        first = side[1] + (0 * h if get(S, "shared_heads") else h * size)
-        zero, sign = side[2] + h * get(S, "dim"), side[3] + h * get(S, "dim")
+    if S.kind == "codebook":
+        size: tl.constexpr = S.dim // S.book_channels * S.entries * S.tokens * S.channels
+        first = side[1] + (0 * h if S.shared_heads else h * size)
+        zero, sign = side[2] + h * S.dim, side[3] + h * S.dim
     else:
         first, zero, sign = side[1] + h * strides[3], side[2] + h * strides[15], side[3] + h * strides[16]
     slot = (row if slots is None else tl.load(slots + row)).to(tl.int64)
@@ -40,19 +36,19 @@ def at_paged_head(side, strides, S: tl.constexpr, row, head, stored, table, slot
 @triton.jit
 def page_of(side, S: tl.constexpr, cell, mask):
     """Page with the row's cell `cell`, int32; 0 without pages or where not `mask`."""
-    if get(S, "cell") == 0:
+    if S.cell == 0:
         return 0
     else:
-        return tl.load(side[12] + cell // get(S, "cells"), mask=mask, other=0)
+        return tl.load(side[12] + cell // S.cells, mask=mask, other=0)
 
 
 @triton.jit
 def tile_page(side, S: tl.constexpr, tile, N: tl.constexpr, last):
     """Page with the row's tile `tile` of N tokens; 0 without pages, and from tile `last` on."""
-    if get(S, "cell") == 0:
+    if S.cell == 0:
         return 0
     else:
-        return page_of(side, S, tile // (get(S, "cell") // N), tile < last)
+        return page_of(side, S, tile // (S.cell // N), tile < last)
 
 
 @triton.jit
@@ -62,12 +58,12 @@ def at_tile(side, S: tl.constexpr, tile, N: tl.constexpr, page, start):
 
     start: position of the row's place 0, without pages of its first packed token.
     """
-    if get(S, "cell") == 0:
+    if S.cell == 0:
         return side, tile, start
     else:
-        TILES: tl.constexpr = get(S, "cell") // N
+        TILES: tl.constexpr = S.cell // N
         within = tile % TILES
-        if get(S, "kind") == "codebook" or get(S, "outliers") > 0:
+        if S.kind == "codebook" or S.outliers > 0:
             within += tl.minimum(page, 0)  # opaque zero: fences must depend on the tile's number
         return at_cell(side, S, page, tile // TILES), within, start + (tile - within) * N
 
@@ -76,33 +72,33 @@ def at_tile(side, S: tl.constexpr, tile, N: tl.constexpr, page, start):
 def at_tokens(side, S: tl.constexpr, token, mask):
     """(pointers, token): the side's pointers at the cells of packed tokens `token`, and their numbers within these.
     mask: which tokens the row has packed."""
-    if get(S, "cell") == 0:
+    if S.cell == 0:
         return side, token
     else:
-        place = token + get(S, "first")
-        cell = place // get(S, "cell")
-        return at_cell(side, S, page_of(side, S, cell, mask), cell), place % get(S, "cell")
+        place = token + S.first
+        cell = place // S.cell
+        return at_cell(side, S, page_of(side, S, cell, mask), cell), place % S.cell
 
 
 @triton.jit
 def at_cell(side, S: tl.constexpr, page, cell):
     """The side's pointers at the row's cell `cell`, which is in page `page`."""
     offset = page.to(tl.int64) * side[13]
-    if get(S, "cells") > 1:
-        offset += tl.cast(cell % get(S, "cells"), tl.int64) * side[14]
+    if S.cells > 1:
+        offset += tl.cast(cell % S.cells, tl.int64) * side[14]
     first, zero, sign, scales, zeros = side[1], side[2], side[3], side[4], side[5]
     index, value, start = side[9], side[10], side[11]
-    if get(S, "kind") == "uniform":
+    if S.kind == "uniform":
         first = _moved(first, offset)
-        if get(S, "has_zero"):
+        if S.has_zero:
             zero = _moved(zero, offset)
-        if get(S, "sign_bits") > 0:
+        if S.sign_bits > 0:
             sign = _moved(sign, offset)
-    if get(S, "token_scaled"):
+    if S.token_scaled:
         scales, zeros = _moved(scales, offset), _moved(zeros, offset)
-    if get(S, "outliers") > 0:
+    if S.outliers > 0:
         index, value = _moved(index, offset), _moved(value, offset)
-        if get(S, "pooled_heads") > 0:
+        if S.pooled_heads > 0:
             start = _moved(start, offset)
     codes = _moved(side[0], offset)
     return codes, first, zero, sign, scales, zeros, side[6], side[7], side[8], index, value, start

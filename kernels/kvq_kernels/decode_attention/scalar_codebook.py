@@ -15,7 +15,7 @@ import triton.language as tl
 from kvq_kernels.decode_attention.byte_permute import decode_one_word, decode_two_words, fields
 from kvq_kernels.decode_attention.layout_hints import load, load_fields
 from kvq_kernels.decode_attention.rope import STEP, unrotate
-from kvq_kernels.decode_attention.spec import SideSpec, get, row_width
+from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.vector_codebook import subtile_tokens
 
 
@@ -35,7 +35,7 @@ def scalar_codebook_fits(spec: SideSpec, style: str, width: int, dtype: tl.dtype
 def key_words(S: tl.constexpr):
     """Words of a row in each of 4 threads, [1, 1, 4, V]; threads in reverse order, since Triton would give contiguous
     single words to one thread."""
-    V: tl.constexpr = get(S, "words") // 4
+    V: tl.constexpr = S.words // 4
     return (3 - tl.arange(0, 4))[None, None, :, None] * V + tl.arange(0, V)[None, None, None, :]
 
 
@@ -43,12 +43,12 @@ def key_words(S: tl.constexpr):
 def decode_key_fields(codes, table, S: tl.constexpr, line):
     """Tuple over fields of float16 [A, 8, 4, V]: key numbers of rows `line` [A, 8, 1, 1]."""
     A: tl.constexpr = line.shape[0]
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     V: tl.constexpr = W // 4
-    row = codes + line * row_width(S)
+    row = codes + line * S.row
     low = load(row, key_words(S))
     high = low
-    if get(S, "bits") == 3:
+    if S.bits == 3:
         thread = (3 - tl.arange(0, 4))[None, None, :, None]
         high = load(row, W + thread % 2 * V + tl.arange(0, V)[None, None, None, :]) >> (thread // 2)
     if V == 1:
@@ -86,7 +86,7 @@ def paired_field(spec: SideSpec, rotated: int, pair: int, second: bool) -> int:
 @triton.jit
 def product_operand(parts, first: tl.constexpr, S: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """[A B, 16 or 32]: `fields_per_product` tensors [A, B, 4, V] from index `first` on as an operand of a product."""
-    V: tl.constexpr = get(S, "words") // 4
+    V: tl.constexpr = S.words // 4
     G: tl.constexpr = fields_per_product(S)
     x = parts[first]
     if G == 1:
@@ -105,8 +105,8 @@ def unrotated_queries(
     T: tl.constexpr,
 ):  # fmt: skip
     """Queries rotated back by `position`, as right operands for the first and second fields of pairs."""
-    D: tl.constexpr = get(S, "dim")
-    W: tl.constexpr = get(S, "words")
+    D: tl.constexpr = S.dim
+    W: tl.constexpr = S.words
     ROTATED: tl.constexpr = rotated_fields(S, STYLE, WIDTH)
     member, word = tl.arange(0, M)[None, :, None, None], key_words(S)
     mask = (member < GROUP) & (word >= 0)
@@ -138,25 +138,25 @@ def scalar_codebook_scores(
     M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q . k of the tile that starts at packed token `begin`: L subtiles, float32 [M, R] each."""
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     ROTATED: tl.constexpr = rotated_fields(S, STYLE, WIDTH)
     line = tl.arange(0, R // 8)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     word = key_words(S)
-    codes = k[0] + begin * row_width(S)
+    codes = k[0] + begin * S.row
     tl.debug_barrier()  # keeps loop-invariant loads from being hoisted, which would spill
     queries = unrotated_queries(q, S, rope, start + begin, STYLE, WIDTH, GROUP, M, T)
-    if get(S, "has_std"):
+    if S.has_std:
         row0 = tl.zeros([1, 8, 1, 1], tl.int32)  # the same for all rows
         std, mean = (
             load_fields(k[3] + row0, word, 0, fields(S), W),
             load_fields(k[2] + row0, word, 0, fields(S), W),
         )
-    FIELDS_AT_ONCE: tl.constexpr = 4 if get(S, "outliers") > 0 else ROTATED  # outliers need registers, too
+    FIELDS_AT_ONCE: tl.constexpr = 4 if S.outliers > 0 else ROTATED  # outliers need registers, too
     qk = ()
     for i in tl.static_range(L):
         within = subtile_tokens(line, i, R, BLOCK)
         x = decode_key_fields(codes, table, S, within)
-        if get(S, "has_std"):
+        if S.has_std:
             scaled = ()
             for f in tl.static_range(fields(S)):
                 scaled = scaled + (tl.fma(x[f], std[f].to(T), mean[f].to(T)),)
@@ -190,14 +190,14 @@ def scalar_tile_count(spec: SideSpec) -> int:
 @triton.jit
 def scalar_tile_channels(i: tl.constexpr, S: tl.constexpr):
     """Channels of accumulator tile i."""
-    row = tl.arange(0, max(16, get(S, "words")))
+    row = tl.arange(0, max(16, S.words))
     return scalar_tile_channel(i, row // 8, row % 8, S)
 
 
 @triton.jit
 def scalar_tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
     """Channel of accumulator tile i in row `register` of each of 8 threads."""
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     B: tl.constexpr = max(1, W // 8)
     if B > 1:
         return i * W + (7 - thread) * B + register
@@ -219,7 +219,7 @@ def scalar_codebook_init(S: tl.constexpr, M: tl.constexpr):
     """Empty accumulator: tiles, and the sums of p times zero-points [M]."""
     sums = ()
     for _ in tl.static_range(scalar_tile_count(S)):
-        sums = sums + (tl.zeros([max(16, get(S, "words")), M], tl.float32),)
+        sums = sums + (tl.zeros([max(16, S.words), M], tl.float32),)
     return sums, tl.zeros([M], tl.float32)
 
 
@@ -229,16 +229,16 @@ def decode_value_fields(codes, table, S: tl.constexpr, begin, i: tl.constexpr, R
 
     Row 16 n + 4 t + 2 h + l is at [2 n + h, :, t, :, l]. Of 4 words, 8 threads have half a word each.
     """
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     B: tl.constexpr = max(1, W // 8)
     register = tl.arange(0, R // 4)[:, None, None, None]
     line = register // 4 * 16 + tl.arange(0, 4)[None, None, :, None] * 4 + register % 4
     thread = tl.arange(0, 8)[None, :, None, None]
     word, neighbour = (7 - thread) % (W // B) * B, tl.arange(0, B)[None, None, None, :]
-    row = codes + (begin + subtile_tokens(line, i, R, BLOCK)) * row_width(S)
+    row = codes + (begin + subtile_tokens(line, i, R, BLOCK)) * S.row
     a, b = _halves(load(row, word + neighbour), R, B)
     ah, bh = a, b
-    if get(S, "bits") == 3:
+    if S.bits == 3:
         high = load(row, W + (7 - thread) % (W // B // 2) * B + neighbour) >> (word // (W // 2))
         ah, bh = _halves(high, R, B)
     if W == 4:
@@ -260,7 +260,7 @@ def scalar_codebook_accumulate(
 ):  # fmt: skip
     """acc alpha + p V, sum_t p (s c + z) = sum_t (p s) c + sum_t p z with s, z per token: accumulator tiles float32
     [channels of `scalar_tile_channels`, M], and the second sum [M], which all channels share."""
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     sums, offset = acc
     tl.debug_barrier()  # not while keys still fill the registers
     shifts = tl.zeros([M, R], tl.float32)
@@ -269,7 +269,7 @@ def scalar_codebook_accumulate(
         parts = parts + (sums[j] * alpha[None, :],)
     for i in tl.static_range(L):
         w = p[i]
-        if get(S, "token_scaled"):
+        if S.token_scaled:
             token = begin + subtile_tokens(tl.arange(0, R), i, R, BLOCK)
             shifts += w * tl.load(v[5] + token).to(tl.float32)[None, :]
             w *= tl.load(v[4] + token).to(tl.float32)[None, :]

@@ -1,14 +1,13 @@
 """Compile-time description of a launch: `SideSpec` (how keys or values are stored) and `Tile` (sizes of tiles).
 
 `parts.py` has the tensors that `SideSpec.of` describes, `configs.py` the table that tiles come from. A kernel reads a
-spec's field by `get(S, "name")`.
+spec's field by `S.name`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -157,18 +156,6 @@ class Tile:
         options = {"num_warps": self.warps, "num_stages": max(1, self.stages)}
         limited = self.registers and queries == 1 and torch.version.hip is None
         return options | ({"maxnreg": self.registers} if limited else {})
-
-
-@triton.constexpr_function
-def get(spec: Any, name: str) -> Any:
-    """The spec's field `name`."""
-    return getattr(spec, name)
-
-
-@triton.constexpr_function
-def row_width(spec: Any) -> int:
-    """`row` of a spec."""
-    return spec.row
 
 
 @triton.constexpr_function

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import SideSpec, get, row_width
+from kvq_kernels.decode_attention.spec import SideSpec
 
 #: The sign bits of both halves of a pair, as an int32.
 SIGN_MASK = tl.constexpr(0x80008000 - (1 << 32))
@@ -167,13 +167,13 @@ def load_words(side, S: tl.constexpr, begin, line, static_line, word, FIRST: tl.
     other codes they are the words again. Constants (static_line, FIRST) are added last, to become part of the
     instructions.
     """
-    W: tl.constexpr = get(S, "words")
-    ROW: tl.constexpr = row_width(S)
+    W: tl.constexpr = S.words
+    ROW: tl.constexpr = S.row
     base = side[0] + begin * ROW
     PARTIAL: tl.constexpr = word.shape[1] * word.shape[2] * word.shape[3] > W - FIRST
     mask = word < W - FIRST if PARTIAL else None
     low = load(base + (line * ROW + word), static_line * ROW + FIRST, mask)
-    if get(S, "bits") == 3:
+    if S.bits == 3:
         THIRDS: tl.constexpr = W // 2
         third = load(base + (line * ROW + (word + FIRST) % THIRDS), static_line * ROW + W, mask)
         return low, third >> ((word + FIRST) // THIRDS)
@@ -192,8 +192,8 @@ def field_codes(pairs, thirds, S: tl.constexpr, field: tl.constexpr):
     """int32: both codes of a field of each pair, at `field_offset` of their halves."""
     SHIFT: tl.constexpr = field_shift(S, field)
     OFFSET: tl.constexpr = field_offset(S, field)
-    codes = (pairs >> SHIFT) & both_halves(((1 << get(S, "field_bits")) - 1) << OFFSET)
-    if get(S, "bits") == 3:
+    codes = (pairs >> SHIFT) & both_halves(((1 << S.field_bits) - 1) << OFFSET)
+    if S.bits == 3:
         shifted = thirds << 2 if SHIFT == 0 else thirds >> (SHIFT - 2)
         codes |= shifted & both_halves(4 << OFFSET)
     return codes
@@ -228,13 +228,13 @@ def asymmetric(raw):
 @triton.jit
 def scale_magnitudes(raw, S: tl.constexpr):
     """Scales of stored ones, whose sign in a hybrid is the group's mode."""
-    return tl.abs(raw) if get(S, "hybrid") else raw
+    return tl.abs(raw) if S.hybrid else raw
 
 
 @triton.jit
 def zero_points(raw, stored, S: tl.constexpr):
     """Zero-points without `zero_scale`, from stored scales and what `zero_pointer` points to."""
-    if get(S, "hybrid"):
+    if S.hybrid:
         return (stored & asymmetric(raw)).to(tl.float32, bitcast=True)
     else:
         return stored
@@ -249,7 +249,7 @@ def zero_pointer(spec: SideSpec) -> int:
 @triton.jit
 def sign_words(raw, words, S: tl.constexpr):
     """int32 words of sign bits; 0 for asymmetric groups of a hybrid."""
-    if get(S, "hybrid"):
+    if S.hybrid:
         return words & ~asymmetric(raw)
     else:
         return words.to(tl.int32)

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.decode_attention.uniform import (
     field_codes,
     field_scale,
@@ -43,7 +42,7 @@ from kvq_kernels.decode_attention.vector_codebook import unstack_last
 def load_plane(pointer, S: tl.constexpr, plane: tl.constexpr, M: tl.constexpr, stride, count):
     """[4 / V, M, 4, V] at the channels of a plane, from pointer + m stride for m below `count` (None: all); else 0."""
     V: tl.constexpr = words_per_thread(S, True)
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     POSITION: tl.constexpr = plane_position(S, True, plane)
     thread = tl.arange(0, 4)[None, None, :, None]
     if V == 1:
@@ -83,17 +82,17 @@ def as_columns(x, S: tl.constexpr, M: tl.constexpr):
 def uniform_queries(q, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, T: tl.constexpr):
     """(planes, unscaled) of the queries. With scales per channel: planes [4 / V, M, 4, V] times `field_scale`, and
     without. With scales per token: planes as right operands, and the queries' sums over each group (`group_sums`)."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     planes, unscaled = (), ()
     for i in tl.static_range(plane_count(S, True)):
         x = load_plane(q, S, i, M, D, GROUP).to(tl.float32)
         unit = plane_scales(S, i)
-        if get(S, "axis") == "token":
+        if S.axis == "token":
             planes = planes + (as_columns((x * unit).to(T), S, M),)
         else:
             planes = planes + ((x * unit).to(T),)
             unscaled = unscaled + (x.to(T),)
-    if get(S, "axis") == "token":
+    if S.axis == "token":
         unscaled = group_sums(q, S, GROUP, M, T)
     return planes, unscaled
 
@@ -113,8 +112,8 @@ def plane_scales(S: tl.constexpr, plane: tl.constexpr):
 def group_sums(q, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, T: tl.constexpr):
     """[16, M]: sums of the queries over each group of channels, times `zero_scale`, rounded to T; below each, the
     rounding's residual."""
-    D: tl.constexpr = get(S, "dim")
-    G: tl.constexpr = get(S, "group")
+    D: tl.constexpr = S.dim
+    G: tl.constexpr = S.group
     member, within = tl.arange(0, M)[:, None], tl.arange(0, triton.next_power_of_2(G))[None, :]
     row = tl.arange(0, 16)[:, None]
     group, residual = row // 2, row % 2 == 1
@@ -140,7 +139,7 @@ def uniform_scores(
         low, third = load_words(k, S, tile * N, line, static, thread, x * 4 * V)
         pairs = pairs + key_pairs(low, S, N)
         thirds = thirds + key_pairs(third, S, N)
-    if get(S, "axis") == "channel":
+    if S.axis == "channel":
         qk = _scores_of_channels(queries, pairs, thirds, k, S, tile, M, N, T, PRECISION)
     else:
         qk = _scores_of_tokens(queries, pairs, thirds, k, S, tile * N, line, static, M, N, T, PRECISION)
@@ -158,7 +157,7 @@ def key_pairs(words, S: tl.constexpr, N: tl.constexpr):
         first, second = tl.split(words)
     else:
         first = tl.reshape(words, [N // 8, 8, 4]) if V == 1 else words
-        second = first >> (group_fields(S) // 2 * get(S, "field_bits"))
+        second = first >> (group_fields(S) // 2 * S.field_bits)
     return pair_up(first, second)
 
 
@@ -170,7 +169,7 @@ def key_operand(pairs, thirds, negative, S: tl.constexpr, plane: tl.constexpr, N
     codes = field_codes(pairs[INDEX], thirds[INDEX], S, POSITION[2])
     if fields_per_plane(S, True) == 2:
         codes = tl.join(codes, field_codes(pairs[INDEX], thirds[INDEX], S, POSITION[2] + 1))
-    if get(S, "sign_bits") > 0:
+    if S.sign_bits > 0:
         codes |= negative
     return tl.reshape(pairs_to_float(codes, T), [N, 16])
 
@@ -185,11 +184,11 @@ def _scores_of_channels(
     planes, unscaled = queries
     qk = tl.zeros([N, M], tl.float32)
     offset = tl.zeros([16, M], tl.float32)
-    base = (tile * N // get(S, "group")) * get(S, "dim")
+    base = (tile * N // S.group) * S.dim
     negative = pairs[0]
     for i in tl.static_range(plane_count(S, True)):
         raw = load_plane(k[1] + base, S, i, 8, 0, None)
-        if get(S, "sign_bits") > 0:
+        if S.sign_bits > 0:
             words = load_plane(k[3] + base, S, i, 8, 0, None)
             negative = _signs_of_channels(sign_words(raw, words, S), tile * N, S, N)
         x = key_operand(pairs, thirds, negative, S, i, N, T)
@@ -212,7 +211,7 @@ def _scores_of_channels(
 @triton.jit
 def _signs_of_channels(words, begin, S: tl.constexpr, N: tl.constexpr):
     """`pair_signs` [N / 8, 8, 4, 2] of a plane; words [4 / V, 8, 4, V] have one bit per token."""
-    words = words >> (begin % get(S, "group") + tl.arange(0, 8)[None, :, None, None])
+    words = words >> (begin % S.group + tl.arange(0, 8)[None, :, None, None])
     first, second = tl.split(tl.reshape(tl.permute(words, (1, 2, 0, 3)), [8, 4, 2, 2]))
     low, high = pair_up(first, second)
     return pair_signs(low[None, :, :, :], high[None, :, :, :], 8 * tl.arange(0, N // 8)[:, None, None, None])
@@ -224,7 +223,7 @@ def _scores_of_tokens(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q . (s c + z) = sum over groups of s (q_g . c_g) + z sum(q_g), with one s and z per token and group."""
-    COUNT: tl.constexpr = get(S, "dim") // get(S, "group")
+    COUNT: tl.constexpr = S.dim // S.group
     WIDE: tl.constexpr = triton.next_power_of_2(COUNT)
     planes, sums = queries
     base = k[1] + begin * COUNT
@@ -233,14 +232,14 @@ def _scores_of_tokens(
     raw = load(base + (line * COUNT + group), static * COUNT, mask)
     s = unstack_last(tl.reshape(scale_magnitudes(raw, S).to(tl.float32) * SUBNORMAL_SCALE, [N, 4, WIDE]), N, 4, WIDE)
     words = s
-    if get(S, "sign_bits") > 0:
+    if S.sign_bits > 0:
         words = load(k[3] + begin * COUNT + (line * COUNT + group), static * COUNT, mask)
         words = unstack_last(tl.reshape(sign_words(raw, words, S), [N, 4, WIDE]), N, 4, WIDE)
     qk = tl.zeros([N, M], tl.float32)
     if has_zero_term(S):
         group = tl.arange(0, 4)[None, None, :, None] * 2 + tl.arange(0, 2)
         stored = load(k[zero_pointer(S)] + begin * COUNT + (line * COUNT + group), static * COUNT, group < COUNT)
-        if get(S, "hybrid"):
+        if S.hybrid:
             raw = load(base + (line * COUNT + group), static * COUNT, group < COUNT)
             z = zero_points(raw, stored, S).to(T)
         else:
@@ -249,14 +248,12 @@ def _scores_of_tokens(
     qk = tl.reshape(qk, [N, M // 8, 4, 2])
     negative = pairs[0]
     for g in tl.static_range(COUNT):
-        low, high = _signs_of_group(words[g], S, N) if get(S, "sign_bits") > 0 else (pairs[0], pairs[0])
+        low, high = _signs_of_group(words[g], S, N) if S.sign_bits > 0 else (pairs[0], pairs[0])
         part = tl.zeros([N, M], tl.float32)
         for i in tl.static_range(plane_count(S, True)):
             if plane_group(S, True, i) == g:
-                if get(S, "sign_bits") > 0:
-                    bit = plane_bit(S, True, i) + tl.arange(0, 2) * (
-                        1 if words_per_thread(S, True) == 2 else get(S, "words")
-                    )
+                if S.sign_bits > 0:
+                    bit = plane_bit(S, True, i) + tl.arange(0, 2) * (1 if words_per_thread(S, True) == 2 else S.words)
                     negative = pair_signs(low, high, bit)
                 x = key_operand(pairs, thirds, negative, S, i, N, T)
                 part = tl.dot(x, planes[i], part, input_precision=PRECISION)
@@ -270,4 +267,4 @@ def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
     shifted so that a thread's bits begin at bit 0."""
     thread = tl.arange(0, 4)[None, None, :, None]
     words = tl.reshape(words, [N // 8, 8, 4, 1]) >> (words_per_thread(S, True) * thread)
-    return pair_up(words, words >> (group_fields(S) // 2 * get(S, "words")))
+    return pair_up(words, words >> (group_fields(S) // 2 * S.words))

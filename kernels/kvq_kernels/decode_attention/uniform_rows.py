@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import SideSpec, get
+from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.uniform import (
     field_scale,
     field_shares,
@@ -36,9 +36,9 @@ def row_channels(S: tl.constexpr, plane: tl.constexpr, thread, register):
     V: tl.constexpr = words_per_thread(S, False)
     WORDS: tl.constexpr = 8 // field_shares(S, False)
     POSITION: tl.constexpr = plane_position(S, False, plane)
-    FIRST: tl.constexpr = (POSITION[2] + half_fields(S) * POSITION[1]) * get(S, "words") + POSITION[0] * WORDS * V
-    share = thread // WORDS * (group_fields(S) // field_shares(S, False) * get(S, "words"))
-    return share + thread % WORDS * V, register * (get(S, "words") if V == 1 else 1) + FIRST
+    FIRST: tl.constexpr = (POSITION[2] + half_fields(S) * POSITION[1]) * S.words + POSITION[0] * WORDS * V
+    share = thread // WORDS * (group_fields(S) // field_shares(S, False) * S.words)
+    return share + thread % WORDS * V, register * (S.words if V == 1 else 1) + FIRST
 
 
 @triton.constexpr_function
@@ -53,7 +53,7 @@ def row_valid(S: tl.constexpr, plane: tl.constexpr, thread, register):
     V: tl.constexpr = words_per_thread(S, False)
     WORDS: tl.constexpr = 8 // field_shares(S, False)
     word = thread % WORDS * V + (0 * register if V == 1 else register)
-    return word < get(S, "words") - plane_position(S, False, plane)[0] * WORDS * V
+    return word < S.words - plane_position(S, False, plane)[0] * WORDS * V
 
 
 @triton.jit

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.decode_attention.uniform import (
     field_codes,
     field_shares,
@@ -50,7 +49,7 @@ def uniform_init(S: tl.constexpr, M: tl.constexpr):
     planes = ()
     for _ in tl.static_range(plane_count(S, False)):
         planes = planes + (tl.zeros([plane_rows(S), M], tl.float32),)
-    if get(S, "axis") == "token":
+    if S.axis == "token":
         return planes, tl.zeros([16, M], tl.float32)
     else:
         return planes, 0.0
@@ -75,12 +74,12 @@ def uniform_prefetch(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr
         low, third = load_words(v, S, begin, line, static, word, x * WORDS * V)
         words, thirds = words + (low,), thirds + (third,)
     s, z, negative = (), (), ()
-    if get(S, "axis") == "token":
-        COUNT: tl.constexpr = get(S, "dim") // get(S, "group")
+    if S.axis == "token":
+        COUNT: tl.constexpr = S.dim // S.group
         WIDE: tl.constexpr = triton.next_power_of_2(COUNT)
         group = tl.arange(0, WIDE)[None, None, None, :] + 0 * tl.arange(0, M)[None, :, None, None]
         s = scale_magnitudes(load_groups(v[1] + begin * COUNT, line, static, group, S), S)
-        if get(S, "sign_bits") > 0:
+        if S.sign_bits > 0:
             group = tl.arange(0, WIDE)[None, None, None, :] + 0 * tl.arange(0, 8)[None, :, None, None]
             raw = load_groups(v[1] + begin * COUNT, line, static, group, S)
             negative = sign_words(raw, load_groups(v[3] + begin * COUNT, line, static, group, S), S)
@@ -88,7 +87,7 @@ def uniform_prefetch(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr
             # As rows of a product: the last group is repeated.
             group = tl.max_contiguous(tl.minimum(tl.arange(0, 8)[None, :, None, None], COUNT - 1), [1, 1, 1, 1])
             z = load_groups(v[zero_pointer(S)] + begin * COUNT, line, static, group, S)
-            if get(S, "hybrid"):
+            if S.hybrid:
                 z = zero_points(load_groups(v[1] + begin * COUNT, line, static, group, S), z, S)
     return words, thirds, s, z, negative
 
@@ -96,7 +95,7 @@ def uniform_prefetch(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr
 @triton.jit
 def load_groups(pointer, line, static, group, S: tl.constexpr):
     """Values of tokens line + static and groups `group` of channels; 0 beyond the last group."""
-    COUNT: tl.constexpr = get(S, "dim") // get(S, "group")
+    COUNT: tl.constexpr = S.dim // S.group
     return load(pointer + (line * COUNT + group), static * COUNT, group < COUNT if group.shape[3] > COUNT else None)
 
 
@@ -112,7 +111,7 @@ def uniform_accumulate(
     for x in tl.static_range(word_runs(S, False)):
         pairs = pairs + value_pairs(words[x], S, N)
         thirds = thirds + value_pairs(third_words[x], S, N)
-    if get(S, "axis") == "channel":
+    if S.axis == "channel":
         return _values_of_channels(acc, p, alpha, pairs, thirds, v, S, tile, M, N, T, PRECISION)
     else:
         return _values_of_tokens(acc, p, alpha, pairs, thirds, s, z, negative, S, M, N, T, PRECISION)
@@ -129,7 +128,7 @@ def value_pairs(words, S: tl.constexpr, N: tl.constexpr):
     """(low halves, high halves) of words [N / 4, 8, 4, V] as pairs of tokens [N / 8, 8, 4, V]."""
     SHARES: tl.constexpr = field_shares(S, False)
     if SHARES > 1:
-        PART: tl.constexpr = group_fields(S) // SHARES * get(S, "field_bits")
+        PART: tl.constexpr = group_fields(S) // SHARES * S.field_bits
         words = words >> (tl.arange(0, 8)[None, :, None, None] // (8 // SHARES) * PART)
     first, second = by_two(words, N // 8, 8, 4, words_per_thread(S, False))
     return pair_up(first, second)
@@ -144,7 +143,7 @@ def value_operand(pairs, thirds, negative, S: tl.constexpr, plane: tl.constexpr,
     if fields_per_plane(S, False) == 2:
         codes = tl.join(codes, field_codes(pairs[INDEX], thirds[INDEX], S, POSITION[2] + 1))
         codes = tl.reshape(codes, [N // 8, 8, 4, 2])
-    if get(S, "sign_bits") > 0:
+    if S.sign_bits > 0:
         codes |= negative
     x = tl.reshape(pairs_to_float(codes, T), [N // 16, 2, 8, 4, plane_rows(S) // 8, 2])
     return tl.reshape(tl.permute(x, (4, 2, 0, 3, 1, 5)), [plane_rows(S), N])
@@ -172,7 +171,7 @@ def _values_of_channels(
     REGISTERS: tl.constexpr = plane_rows(S) // 8
     planes, offsets = acc
     p = p.to(T)
-    base = (tile * N // get(S, "group")) * get(S, "dim")
+    base = (tile * N // S.group) * S.dim
     p_sum = tl.sum(p.to(tl.float32), axis=1)
     columns = token_rows(by_threads(p, M, N), M, N)
     register = tl.arange(0, REGISTERS)
@@ -181,7 +180,7 @@ def _values_of_channels(
     for i in tl.static_range(plane_count(S, False)):
         raw = load_rows(v[1] + base, S, i)
         stored = raw if zero_pointer(S) < 2 else load_rows(v[zero_pointer(S)] + base, S, i)
-        if get(S, "sign_bits") > 0:
+        if S.sign_bits > 0:
             words = stored if zero_pointer(S) == 3 else load_rows(v[3] + base, S, i)
             negative = _signs_of_channels(sign_words(raw, words, S), tile * N, S, N)
         x = value_operand(pairs, thirds, negative, S, i, N, T)
@@ -200,7 +199,7 @@ def _values_of_channels(
 @triton.jit
 def _signs_of_channels(words, begin, S: tl.constexpr, N: tl.constexpr):
     """`pair_signs` [N / 8, 8, 4, rows / 8] of a plane; words (of `load_rows`) have one bit per token."""
-    words = words >> (begin % get(S, "group") + 2 * tl.arange(0, 4)[None, None, :, None])
+    words = words >> (begin % S.group + 2 * tl.arange(0, 4)[None, None, :, None])
     words = tl.reshape(tl.permute(words, (1, 2, 0, 3)), [1, 8, 4, plane_rows(S) // 8])
     halves = pair_up(words, words >> (N // 2))[0]
     pair = tl.arange(0, N // 8)[:, None, None, None]
@@ -213,7 +212,7 @@ def _values_of_tokens(
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum_t p (s c + z) = sum_t (p s) c + sum_t p z, with one s and z per token and group of channels."""
-    COUNT: tl.constexpr = get(S, "dim") // get(S, "group")
+    COUNT: tl.constexpr = S.dim // S.group
     WIDE: tl.constexpr = triton.next_power_of_2(COUNT)
     planes, offsets = acc
     by_thread = by_threads(p.to(T), M, N)
@@ -225,16 +224,16 @@ def _values_of_tokens(
     halves, scaled = (), ()
     for g in tl.static_range(COUNT):
         scaled = scaled + (token_rows(by_thread * tl.reshape(s[g], [N // 16, 4, M, 4]), M, N),)
-    if get(S, "sign_bits") > 0:
+    if S.sign_bits > 0:
         negative = unstack_last(tl.reshape(negative, [N // 4 * 8, 4, WIDE]), N // 4 * 8, 4, WIDE)
         for g in tl.static_range(COUNT):
             halves = halves + (_signs_of_group(negative[g], S, N),)
     new = ()
     signs = pairs[0]
     for i in tl.static_range(plane_count(S, False)):
-        if get(S, "sign_bits") > 0:
+        if S.sign_bits > 0:
             bit = plane_bit(S, False, i) + tl.arange(0, plane_rows(S) // 8) * (
-                get(S, "words") if words_per_thread(S, False) == 1 else 1
+                S.words if words_per_thread(S, False) == 1 else 1
             )
             low, high = halves[plane_group(S, False, i)]
             signs = pair_signs(low, high, bit)
@@ -252,7 +251,7 @@ def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
     V: tl.constexpr = words_per_thread(S, False)
     WORDS: tl.constexpr = 8 // field_shares(S, False)
     thread = tl.arange(0, 8)[None, :, None, None]
-    share = thread // WORDS * (group_fields(S) // field_shares(S, False) * get(S, "words"))
+    share = thread // WORDS * (group_fields(S) // field_shares(S, False) * S.words)
     first, second = by_two(tl.reshape(words, [N // 4, 8, 4, 1]) >> (share + thread % WORDS * V), N // 8, 8, 4, 1)
     return pair_up(first, second)
 
@@ -273,8 +272,8 @@ def uniform_store(acc, out, l_i, S: tl.constexpr, GROUP: tl.constexpr, M: tl.con
     member, row = tl.arange(0, M)[None, :], tl.arange(0, plane_rows(S))
     for i in tl.static_range(plane_count(S, False)):
         channel, static = row_channels(S, i, row % 8, row // 8)
-        x = planes[i] if get(S, "axis") == "channel" else planes[i] * row_scales(S, i, row // 8)[:, None]
-        if get(S, "axis") == "token" and has_zero_term(S):
+        x = planes[i] if S.axis == "channel" else planes[i] * row_scales(S, i, row // 8)[:, None]
+        if S.axis == "token" and has_zero_term(S):
             of_group = tl.arange(0, 16)[:, None] == plane_group(S, False, i)
             x += tl.sum(tl.where(of_group, offsets, 0.0), axis=0)[None, :] * zero_scale(S)
         mask = member < GROUP

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load, load_once
 from kvq_kernels.decode_attention.rope import STEP, half_pairs, load_cos_sin, unrotate_by_row
-from kvq_kernels.decode_attention.spec import SideSpec, get, key_vector, needs_fence, value_vector
+from kvq_kernels.decode_attention.spec import SideSpec, key_vector, needs_fence, value_vector
 
 #: Tokens of a subtile: the inner dimension of a product p V.
 SUBTILE = tl.constexpr(16)
@@ -55,11 +55,11 @@ def fence(begin, ENABLED: tl.constexpr):
 def load_entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr):
     """float16 [B, A, 8, 4, tokens, channels]: codebook entries of the codes in rows `row` [A, 8 or 1, 4 or 1, 1] and
     columns FIRST + `column` [1, 8 or 1, 4 or 1, B]."""
-    C: tl.constexpr = get(S, "channels")
-    SIZE: tl.constexpr = get(S, "tokens") * C
+    C: tl.constexpr = S.channels
+    SIZE: tl.constexpr = S.tokens * C
     # Codes leave the L1 cache to the codebooks.
-    code = tl.permute(load_once(codes + row * (get(S, "dim") // C), FIRST + column), (3, 0, 1, 2))
-    book = tl.permute((FIRST + column) * C // get(S, "book_channels") * 256, (3, 0, 1, 2))
+    code = tl.permute(load_once(codes + row * (S.dim // C), FIRST + column), (3, 0, 1, 2))
+    book = tl.permute((FIRST + column) * C // S.book_channels * 256, (3, 0, 1, 2))
     # Index whole entries (or halves): shift and add are then one instruction.
     if SIZE == 2:
         pointers = side[1].to(tl.pointer_type(tl.int32), bitcast=True) + book + code.to(tl.uint32)
@@ -70,7 +70,7 @@ def load_entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr)
     pointers = pointers.to(tl.pointer_type(tl.float16), bitcast=True)
     pointers = tl.multiple_of(pointers, (2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE))
     x = load(pointers[:, :, :, :, None], tl.arange(0, SIZE)[None, None, None, None, :])
-    return tl.reshape(x, [code.shape[0], code.shape[1], 8, 4, get(S, "tokens"), C])
+    return tl.reshape(x, [code.shape[0], code.shape[1], 8, 4, S.tokens, C])
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def decode_keys(k, S: tl.constexpr, codes, row, column, channel, T: tl.constexpr
     """Key numbers [2, 8, 4, V, tokens], V per thread, of channels `channel` [1, 1, 4, V]."""
     V: tl.constexpr = key_vector(S)
     x = load_entries(k, S, codes, row, column, FIRST).to(T)
-    x = tl.reshape(tl.permute(x, (1, 2, 3, 0, 5, 4)), [2, 8, 4, V, get(S, "tokens")])
+    x = tl.reshape(tl.permute(x, (1, 2, 3, 0, 5, 4)), [2, 8, 4, V, S.tokens])
     return denormalize(x, k, S, channel[:, :, :, :, None])
 
 
@@ -105,7 +105,7 @@ def decode_keys(k, S: tl.constexpr, codes, row, column, channel, T: tl.constexpr
 def key_operands(y, S: tl.constexpr):
     """[2, 8, 4, V, tokens] as left operands, one for each token of a code."""
     V: tl.constexpr = key_vector(S)
-    TOKENS: tl.constexpr = get(S, "tokens")
+    TOKENS: tl.constexpr = S.tokens
     y = tl.permute(tl.reshape(y, [2, 8, 4, V // 4, 4, TOKENS]), (0, 1, 3, 2, 4, 5))
     return unstack_last(tl.reshape(y, [SUBTILE, 4 * V, TOKENS]), SUBTILE, 4 * V, TOKENS)
 
@@ -125,7 +125,7 @@ def subtile_tokens(line, i: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def denormalize(x, side, S: tl.constexpr, channel):
     """x std + mean where the side has them, else x."""
-    if get(S, "has_std"):
+    if S.has_std:
         return tl.fma(x, tl.load(side[3] + channel).to(x.dtype), tl.load(side[2] + channel).to(x.dtype))
     else:
         return x
@@ -144,8 +144,9 @@ def unrotated_queries(
     T: tl.constexpr,
 ):  # fmt: skip
     """Right operands for each token of a code: queries rotated back, channels c1 and c2 [1, 1, 4, V]."""
-    D: tl.constexpr = get(S, "dim")
+    D: tl.constexpr = S.dim
     V: tl.constexpr = key_vector(S)
+    TOKENS: tl.constexpr = S.tokens
     member = tl.arange(0, M)[None, :, None, None]
     mask = (member < GROUP) & (pair >= 0)
     q1 = load(q + member * D, c1, mask, 0.0).to(tl.float32)
@@ -153,7 +154,7 @@ def unrotated_queries(
     q1, q2 = unrotate_by_row(q1, q2, coarse, 0 * member, pair, WIDTH, D)
     q1, q2 = unrotate_by_row(q1, q2, fine, 0 * member, pair, WIDTH, D)
     unrotated = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
-    for t in tl.static_range(1, get(S, "tokens")):
+    for t in tl.static_range(1, TOKENS):
         a1, a2 = unrotate_by_row(q1, q2, rope[1] + t * WIDTH, 0 * member, pair, WIDTH, D)
         unrotated = unrotated + (query_operand(a1, T, M, V), query_operand(a2, T, M, V))
     return unrotated
@@ -165,12 +166,12 @@ def vector_codebook_scores(
     M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q . k of the tile that starts at packed token `begin`: L subtiles, float32 [M, SUBTILE] each."""
-    D: tl.constexpr = get(S, "dim")
-    C: tl.constexpr = get(S, "channels")
-    TOKENS: tl.constexpr = get(S, "tokens")
+    D: tl.constexpr = S.dim
+    C: tl.constexpr = S.channels
+    TOKENS: tl.constexpr = S.tokens
     V: tl.constexpr = key_vector(S)
     PLANE: tl.constexpr = 4 * V
-    FENCED: tl.constexpr = get(S, "fenced")
+    FENCED: tl.constexpr = S.fenced
     line = tl.arange(0, 2)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     member = tl.arange(0, M)[None, :, None, None]
     thread = tl.arange(0, 4)
@@ -248,7 +249,7 @@ def vector_tile_channels(i: tl.constexpr, S: tl.constexpr):
 def vector_tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
     """Channel of accumulator tile i in row `register` of each of 8 threads."""
     B: tl.constexpr = value_vector(S)
-    C: tl.constexpr = get(S, "channels")
+    C: tl.constexpr = S.channels
     return (thread * B + register + i // C * (8 * B)) * C + i % C
 
 
@@ -274,15 +275,15 @@ def vector_codebook_accumulate(
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc alpha + p V: accumulator tiles float32 [channels of `vector_tile_channels`, M]."""
-    C: tl.constexpr = get(S, "channels")
-    TOKENS: tl.constexpr = get(S, "tokens")
+    C: tl.constexpr = S.channels
+    TOKENS: tl.constexpr = S.tokens
     B: tl.constexpr = value_vector(S)
     JOINED: tl.constexpr = 2 if TOKENS > 1 else 1  # tokens of a code in one product
     NEIGHBOURS: tl.constexpr = 4 // JOINED
     thread, register = tl.arange(0, 4)[None, None, :, None], tl.arange(0, 4)[:, None, None, None]
     line = register // NEIGHBOURS * (4 * NEIGHBOURS) + thread * NEIGHBOURS + register % NEIGHBOURS
     code = tl.arange(0, 8)[None, :, None, None] * B + tl.arange(0, B)
-    codes = v[0] + begin // TOKENS * (get(S, "dim") // C)
+    codes = v[0] + begin // TOKENS * (S.dim // C)
     tl.debug_barrier()
     operands = ()
     for i in tl.static_range(L // JOINED):

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import at_head, dequantize
 from kvq_kernels.decode_attention.main_loop import generic_init, generic_queries, generic_scores, generic_store
-from kvq_kernels.decode_attention.spec import column_tiles, get
+from kvq_kernels.decode_attention.spec import column_tiles
 from kvq_kernels.decode_attention.uniform_keys import uniform_queries, uniform_scores
 from kvq_kernels.decode_attention.uniform_values import (
     uniform_accumulate,
@@ -55,7 +55,7 @@ def scores_kernel(
     head, row = tl.program_id(1), tl.program_id(2)
     k = at_head(keys, strides, S, row, head)
     first_query = (row.to(tl.int64) * tl.num_programs(1) + head) * GROUP
-    q = query + first_query * get(S, "dim")
+    q = query + first_query * S.dim
     member, line = tl.arange(0, M), tl.arange(0, N)
     pointers = out + (first_query + member)[:, None] * tokens
     mask = (member < GROUP)[:, None]
@@ -114,7 +114,7 @@ def outputs_kernel(
     pointers = weights + (first_query + member)[:, None] * tokens
     mask = (member < GROUP)[:, None]
     first_partial = tl.program_id(0).to(tl.int64) * tl.num_programs(2) * queries
-    sums = partial + (first_partial + first_query + member) * get(S, "dim")
+    sums = partial + (first_partial + first_query + member) * S.dim
     lift = tl.full([M], P_FACTOR, tl.float32)
     first, last = _tile_range(tokens, N, UNIFORM, TAIL)
     if UNIFORM:
@@ -152,7 +152,7 @@ def _generic_outputs(
         new = ()
         for j in tl.static_range(column_tiles(S, E)):
             channel = (j * E + tl.arange(0, E))[None, :]
-            x = dequantize(v, S, token[:, None], channel, channel < get(S, "dim"))
+            x = dequantize(v, S, token[:, None], channel, channel < S.dim)
             new = new + (tl.dot(p.to(T), x.to(T), acc[j], input_precision=PRECISION),)
         acc = new
     return acc

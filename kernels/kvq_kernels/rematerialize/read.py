@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
-from kvq_kernels.decode_attention.spec import get, row_width
 from kvq_kernels.planar import low_bits
 from kvq_kernels.rematerialize.spec import groups, in_one_group
 
@@ -24,14 +23,14 @@ def row_pointer(pointer, row, stride):
 @triton.jit
 def token_count(length, count, S: tl.constexpr):
     """Tokens of a row in the source."""
-    return length - count if get(S, "kind") == "exact" else count
+    return length - count if S.kind == "exact" else count
 
 
 @triton.jit
 def token_index(index, length, count, S: tl.constexpr):
     """Position in the row of token `index` of the source."""
-    SINKS: tl.constexpr = get(S, "sinks")
-    if get(S, "kind") == "exact":
+    SINKS: tl.constexpr = S.sinks
+    if S.kind == "exact":
         return tl.where(index < tl.minimum(length, SINKS), index, index + count)
     else:
         return index + SINKS
@@ -40,21 +39,21 @@ def token_index(index, length, count, S: tl.constexpr):
 @triton.jit
 def token_lines(side, strides, row, index, count, ring_size, S: tl.constexpr):
     """Pointers [N] to the lines of tokens `index` [N] of the source."""
-    SINKS: tl.constexpr = get(S, "sinks")
-    if get(S, "kind") == "exact":
-        recent = row_pointer(side[5], row, strides[4]) + ((index - SINKS + count) % ring_size) * row_width(S)
+    SINKS: tl.constexpr = S.sinks
+    if S.kind == "exact":
+        recent = row_pointer(side[5], row, strides[4]) + ((index - SINKS + count) % ring_size) * S.row
         if SINKS == 0:
             return recent
         else:
-            return tl.where(index < SINKS, row_pointer(side[4], row, strides[3]) + index * row_width(S), recent)
+            return tl.where(index < SINKS, row_pointer(side[4], row, strides[3]) + index * S.row, recent)
     else:
-        return row_pointer(side[0], row, strides[0]) + index.to(tl.int64) * row_width(S)
+        return row_pointer(side[0], row, strides[0]) + index.to(tl.int64) * S.row
 
 
 @triton.jit
 def load_words(lines, word, S: tl.constexpr):
     """Elements `word` [R] of lines [N]: words of codes or dense numbers; 0 beyond the last."""
-    return tl.load(lines[:, None] + word[None, :], mask=(word < get(S, "words"))[None, :], other=0)
+    return tl.load(lines[:, None] + word[None, :], mask=(word < S.words)[None, :], other=0)
 
 
 @triton.jit
@@ -66,15 +65,15 @@ def field_numbers(
 
     Tokens `index` [N] are begin, begin + 1, ..., clamped to the last. Channels from `width` on are finite, no more.
     """
-    if get(S, "kind") != "uniform":
+    if S.kind != "uniform":
         return words.to(T)
     else:
-        W: tl.constexpr = get(S, "words")
-        LOW: tl.constexpr = low_bits(get(S, "bits"))
+        W: tl.constexpr = S.words
+        LOW: tl.constexpr = low_bits(S.bits)
         channel = field * W + start + tl.arange(0, R)
         code = (words >> (LOW * field)) & ((1 << LOW) - 1)
-        if get(S, "bits") == 3:
-            H: tl.constexpr = get(S, "high")
+        if S.bits == 3:
+            H: tl.constexpr = S.high
             high = tl.load(lines[:, None] + W + (channel % H)[None, :])
             code |= ((high >> (channel // H)[None, :]) & 1) << 2
         place = group_offset(begin, index, channel, field * W + start, S, N, R)
@@ -92,9 +91,9 @@ def field_numbers(
 @triton.jit
 def group_offset(begin, index, channel, first_channel, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
     """Offsets of scales and zero-points: [N, R]; [1, R] for one per column of the tile, [N, 1] for one per line."""
-    G: tl.constexpr = get(S, "group")
-    D: tl.constexpr = get(S, "width")
-    if get(S, "axis") == "channel":
+    G: tl.constexpr = S.group
+    D: tl.constexpr = S.width
+    if S.axis == "channel":
         column = tl.minimum(channel, D - 1)[None, :]
         if G % N == 0:
             return (begin // G).to(tl.int64) * D + column

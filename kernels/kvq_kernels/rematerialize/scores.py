@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.key_scores import key_pairs, store_scores
 from kvq_kernels.rematerialize.read import (
     field_numbers,
@@ -91,8 +90,8 @@ def score_kernel(
         k1, k2 = _normed(k1, k2, norm + head * D, epsilon, c1, c2, pair_mask, NORM, D)
 
     store_scores(
-        k1, k2, query, scores, length, token, get(S, "sinks") + begin, total - begin, rope, window, scale,
-        get(S, "kind") != "exact", STYLE, WIDTH, D, P, GROUP, M, SPAN, N, PRECISION,
+        k1, k2, query, scores, length, token, S.sinks + begin, total - begin, rope, window, scale,
+        S.kind != "exact", STYLE, WIDTH, D, P, GROUP, M, SPAN, N, PRECISION,
     )  # fmt: skip
 
 
@@ -102,10 +101,10 @@ def _products(
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(k1, k2) float32 [N, P]: x W of the tile's tokens, columns c1 and c2 [P] of W."""
-    W: tl.constexpr = get(S, "words")
+    W: tl.constexpr = S.words
     k1, k2 = tl.zeros([N, P], tl.float32), tl.zeros([N, P], tl.float32)
     first, second = weight + c1 * weight_strides[1], weight + c2 * weight_strides[1]
-    if get(S, "first"):
+    if S.first:
         first_channel = tl.load(row_pointer(side[3], row, strides[2]) + index).to(tl.float32)[:, None]
         k1 += first_channel * tl.load(first, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
         k2 += first_channel * tl.load(second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
@@ -116,7 +115,7 @@ def _products(
         words = load_words(lines, word, S)
         for field in tl.range(0, extent[1]):
             channel = field * W + word
-            weight_mask = ((word < W) & (channel < get(S, "width")))[:, None] & pair_mask[None, :]
+            weight_mask = ((word < W) & (channel < S.width))[:, None] & pair_mask[None, :]
             x = field_numbers(words, lines, side, strides, row, begin, index, start, field, S, N, R, T)
             w1 = tl.load(first[None, :] + channel[:, None] * weight_strides[0], mask=weight_mask, other=0.0).to(T)
             w2 = tl.load(second[None, :] + channel[:, None] * weight_strides[0], mask=weight_mask, other=0.0).to(T)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.rematerialize.read import field_numbers, load_words, token_count, token_lines
 from kvq_kernels.span_softmax import merged_sums, softmax_step, tiles_of_split
 
@@ -40,8 +39,8 @@ def sum_kernel(
     """Add a split of the span's tokens to `partial`, for all query heads and F fields of R words."""
     part, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
-    W: tl.constexpr = get(S, "words")
-    PARTS: tl.constexpr = get(S, "fields") // F
+    W: tl.constexpr = S.words
+    PARTS: tl.constexpr = S.fields // F
     start, first_field = (part // PARTS) * R, (part % PARTS) * F
     length, count = tl.load(lengths + row), tl.load(counts + row)
     total = token_count(length, count, S)
@@ -60,7 +59,7 @@ def sum_kernel(
     acc = ()
     for i in tl.static_range(F):
         channel = (first_field + i) * W + word
-        mask = query_mask[:, None] & ((word < W) & (channel < get(S, "width")))[None, :]
+        mask = query_mask[:, None] & ((word < W) & (channel < S.width))[None, :]
         if FIRST_SPAN:
             acc = acc + (tl.zeros([Q, R], tl.float32),)
         else:
@@ -81,7 +80,7 @@ def sum_kernel(
     scale = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     for i in tl.static_range(F):
         channel = (first_field + i) * W + word
-        mask = query_mask[:, None] & ((word < W) & (channel < get(S, "width")))[None, :]
+        mask = query_mask[:, None] & ((word < W) & (channel < S.width))[None, :]
         tl.store(partial + query_split[:, None] * RANK + channel[None, :], acc[i] * scale[:, None], mask=mask)
     tl.store(after + query_split, m_i + tl.log2(l_i), mask=query_mask & (part == 0))
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from kvq_kernels import fields
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.decode_attention.transformed import operand_components
 
 
@@ -115,7 +114,7 @@ def load_codes(
     Rows from token `remaining` of the tile on are not read. shifts: `transformed.lane_shifts`."""
     row = tl.arange(0, ROWS)
     mask = row * TOKENS < remaining
-    PARTS: tl.constexpr = get(F, "parts")
+    PARTS: tl.constexpr = F.parts
     words = ()
     for i in tl.static_range(len(PARTS)):
         base = parts[i] + tile * (ROWS * LANES * PARTS[i][0] * PARTS[i][1] // 4)
@@ -129,7 +128,7 @@ def load_gains(pointers, tile, remaining, F: tl.constexpr, N: tl.constexpr):
 
     pointers: as in `load_codes`, the gains' last.
     """
-    if get(F, "gain"):
+    if F.gain:
         token = tl.arange(0, N)
         x = tl.load(pointers[len(pointers) - 1] + tile * (N // 4) + token // 4, mask=token < remaining)
         number = (x >> (8 * (token % 4))) & 255 | 0x4B000000  # 2^23 + n, without a conversion

@@ -16,7 +16,6 @@ from kvq_kernels.decode_attention.dequantize import at_head
 from kvq_kernels.decode_attention.exact_tokens import attend_exact
 from kvq_kernels.decode_attention.kernel import share
 from kvq_kernels.decode_attention.main_loop import split_output
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.transform_attention.addresses import at_paged_head, at_row, at_tile, slot_of
 from kvq_kernels.transform_attention.codes import chunks, load_codes, load_gains, value_codes
 from kvq_kernels.transform_attention.rotated_keys import (
@@ -187,7 +186,7 @@ def attend_packed(
         p = tl.exp2(qk - m_finite[:, None, :])
         alpha = tl.exp2(m_i - m_finite)
         l_i = l_i * alpha[:, None, :] + tl.sum(tl.reshape(p, [B, 2, 8, M]), axis=1)
-        if get(VF, "gain"):
+        if VF.gain:  # noqa: SIM108
             p = p * tl.reshape(value_gain.to(tl.float32) * P_FACTOR, [B, 16])[:, :, None]
         else:
             p = p * P_FACTOR
@@ -219,7 +218,7 @@ def store_values(
 ):  # fmt: skip
     """Store S' sums + mean at the pointers `out` [M]. sums [M, components] of each chunk of fields."""
     VC: tl.constexpr = chunks(F)
-    C: tl.constexpr = get(F, "components")
+    C: tl.constexpr = F.components
     member = tl.arange(0, M)[:, None]
     for begin in tl.range(0, D, OUTPUT_CHANNELS):
         channel = begin + tl.arange(0, OUTPUT_CHANNELS)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
-from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.transform_attention.codes import chunks, key_codes
 
 
@@ -41,7 +40,7 @@ def key_weights(
     VOLATILE: loads are not moved out of a loop.
     """
     KC: tl.constexpr = chunks(F)
-    C: tl.constexpr = get(F, "components")
+    C: tl.constexpr = F.components
     column = tl.arange(0, 2 * E)
     c1, c2 = pair_channels(J * E + column % E, "half" if STYLE == "none" else STYLE, WIDTH, D)
     channel = tl.where(column < E, c1, c2)[None, :]
@@ -77,7 +76,7 @@ def rotated_keys(
 def _finished(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
     """Keys from the products S' c `[N, E]`: means of both channels, (cos, sin)."""
     k1, k2 = k1.to(tl.float16), k2.to(tl.float16)
-    if get(F, "gain"):
+    if F.gain:
         k1, k2 = k1 * gain[:, None], k2 * gain[:, None]
     k1, k2 = k1 + means[0], k2 + means[1]
     if STYLE == "none":
@@ -117,7 +116,7 @@ def _registers(gain: bool, rotate: bool, half_sums: bool) -> str:
 @triton.jit
 def _finished_ptx(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
     """`_finished` on NVIDIA's GPUs."""
-    GAIN: tl.constexpr = get(F, "gain")
+    GAIN: tl.constexpr = F.gain
     operands = (k1, k2, tl.broadcast_to(means[0], k1.shape), tl.broadcast_to(means[1], k1.shape))
     if GAIN:
         operands = operands + (tl.broadcast_to(gain[:, None], k1.shape),)
