@@ -5,10 +5,14 @@ these use, but misses the constants of a function that was not hashed before its
 3.6 and 3.7 merges them before it computes the function's key. Where kernels share functions, the key of one depends on
 whether another was launched earlier in the process, and a compiled kernel on disk is found or not. With callees hashed
 first, no constant is missed.
+
+Triton also misses functions that a kernel calls through a constant, as it does those of a storage format: such a
+constant has a `cache_key` with their `digest`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -25,6 +29,16 @@ def hash_callees_first(module: str) -> None:
     done: set[int] = set()
     for value in list(vars(sys.modules[module]).values()):
         _hash(value, done)
+
+
+@cache
+def digest(*functions: Any) -> str:
+    """Hash of the functions of kernels among the arguments, and of all that they call."""
+    done: set[int] = set()
+    for function in functions:
+        _hash(function, done)
+    keys = [function.cache_key for function in functions if isinstance(function, JITCallable)]
+    return hashlib.sha256("".join(keys).encode()).hexdigest()[:16]
 
 
 def _hash(function: Any, done: set[int]) -> None:

@@ -15,10 +15,11 @@ import triton
 from kvq_kernels import fields, static
 from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention import aot_cases as decode_cases
+from kvq_kernels.decode_attention.arguments import side_spec
 from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
 from kvq_kernels.decode_attention.kernel import EXACT_COST, MIXED_COST
 from kvq_kernels.decode_attention.launch import TAIL_TILE
-from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
+from kvq_kernels.decode_attention.rope import padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
 from kvq_kernels.transform_attention import configs as transform_configs
 from kvq_kernels.transform_attention.arguments import EXACT_TILE
@@ -155,7 +156,7 @@ def compiled(name: str) -> Kernel:
         launch = dataclasses.replace(shape, listed=lists > 1).launch(TARGET)
         return dataclasses.replace(_read(name, "transform_attention", launch, waves, windows), lists=lists)
     sides = decode_cases.storage_cases()[name][:2]
-    waves = choose_tile(TARGET, *(SideSpec.of(side, DIM) for side in sides)).waves
+    waves = choose_tile(TARGET, *(side_spec(side, DIM) for side in sides)).waves
     sinks, ring = (x.shape[2] for x in (sides[0].sinks, sides[0].ring) if x is not None)
     launch = decode_cases.launches(TARGET)[name]
     return _read(name, "decode_attention", launch, waves, (sinks, decode.RECENT, sinks + ring))
@@ -172,6 +173,7 @@ def machine_code_of(launch: Launch) -> tuple[Code, int, int]:
 def _read(name: str, operation: str, launch: Launch, waves: int, windows: tuple[int, int, int]) -> Kernel:
     code, registers, shared = machine_code_of(launch)
     regions, fixed = code.regions(), launch.constants
+    tokens = fixed["K"].N if operation == "decode_attention" else fixed["N"]
     first, last = regions[0]
     loops = sorted(loop for loop in code.loops if loop[1] > loop[0])
     products = [loop for loop in loops if loop[1] <= last and any(_of_packed(one) for one in code.body(loop))]
@@ -185,7 +187,7 @@ def _read(name: str, operation: str, launch: Launch, waves: int, windows: tuple[
     if operation == "decode_attention" and not fixed["PACKED_EXACT"]:
         mixed = _mixed(code, next(loop for loop in loops if loop[0] >= regions[2][0]), fixed)
     return Kernel(
-        name, operation, launch.bits, launch.options["num_warps"], fixed["N"], registers, shared, waves, windows,
+        name, operation, launch.bits, launch.options["num_warps"], tokens, registers, shared, waves, windows,
         tuple(code.body(main)), tuple(chain(*edges)), tuple(code.trace(*exact, lambda _: 1)), mixed,
         fixed["EXACT_TILE"],
     )  # fmt: skip
@@ -194,8 +196,9 @@ def _read(name: str, operation: str, launch: Launch, waves: int, windows: tuple[
 def _mixed(code: Code, tile: tuple[int, int], fixed: dict[str, Any]) -> tuple[Instruction, ...]:
     """Instructions of a tile of mixed tokens; its inner loops are over column tiles of the keys, then of the values."""
     inner = sorted(loop for loop in code.loops if tile[0] < loop[0] < loop[1] < tile[1])
-    columns = padded_dim(DIM) // fixed["E"]
-    trips = dict(zip(inner, (columns if fixed["STYLE"] == "none" else columns // 2, columns), strict=False))
+    keys = fixed["K"]
+    columns = padded_dim(DIM) // keys.E
+    trips = dict(zip(inner, (columns if keys.STYLE == "none" else columns // 2, columns), strict=False))
     return tuple(code.trace(*tile, lambda loop: trips.get(loop, 1)))
 
 

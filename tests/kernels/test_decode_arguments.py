@@ -9,8 +9,8 @@ import pytest
 import torch
 from kernel_cases import HALF, TEMPORAL, Case, codebook, dense, random_outliers, uniform
 from kvq_kernels.decode_attention import Workspace, decode_attention
+from kvq_kernels.decode_attention.arguments import side_spec
 from kvq_kernels.decode_attention.configs import choose_tile
-from kvq_kernels.decode_attention.spec import SideSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_tiles_longer_than_the_tables_of_cosines_are_refused():
 )  # fmt: skip
 def test_large_dense_tokens_get_small_tiles(dim, dtype, tokens):
     """At most the 64 KB of keys and values that are loaded ahead for 128 channels of 16 bits."""
-    spec = SideSpec.of(Case(dense, dense, [1], dim=dim).sides[0], dim)
+    spec = side_spec(Case(dense, dense, [1], dim=dim).sides[0], dim)
     tile = choose_tile("sm_89", *[replace(spec, itemsize=dtype.itemsize)] * 2)
     assert tile.tokens == tokens
     assert (tile.stages - 1) * tile.tokens * 2 * dim * dtype.itemsize <= 65536

@@ -11,9 +11,8 @@ import triton.language as tl
 from checks import combine
 from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, random_outliers, scalars, uniform
 from kvq_kernels.decode_attention import decode_attention
-from kvq_kernels.decode_attention.scalar_codebook import scalar_codebook_fits
-from kvq_kernels.decode_attention.spec import SideSpec
-from kvq_kernels.decode_attention.uniform import uniform_fits
+from kvq_kernels.decode_attention.arguments import side_spec
+from kvq_kernels.decode_attention.formats.codebook import scalar, vector
 from kvq_kernels.tuning import trying
 from tiers import slow, slow_cases
 from triton import knobs
@@ -90,15 +89,16 @@ def test_queries_are_padded():
             torch.testing.assert_close(case.run(), usual, rtol=1e-3, atol=1e-4)
 
 
-def test_uniform_path_fits():
-    """All formats that methods write at usual sizes: none falls back to the slow generic path."""
+def test_readers_of_uniform_codes():
+    """All formats that methods write at usual sizes: none is read element by element."""
 
     def fits(dim, group, **options):
         for axes in (("channel", "token"), ("token", "channel")):
             makers = (partial(uniform, axis=axis, group=group, **options) for axis in axes)
-            keys, values = (SideSpec.of(side, dim) for side in Case(*makers, [1], dim=dim).sides)
-            yield uniform_fits(keys, "none", 32 if group >= 32 else 16, True)
-            yield uniform_fits(values, "none", 32 if group >= 32 else 16, False)
+            keys, values = (side_spec(side, dim) for side in Case(*makers, [1], dim=dim).sides)
+            tokens = 32 if group >= 32 else 16
+            yield keys.key_reader(tokens, "none", 0, tl.float16) is not None
+            yield values.value_reader(tokens, tl.float16) is not None
 
     for dim in (64, 128):
         for bits in (1, 2, 3, 4):
@@ -106,9 +106,8 @@ def test_uniform_path_fits():
             for mode in MODES:
                 assert all(fits(dim, 32, bits=bits, mode=mode)), (dim, bits, mode)
     assert all(fits(128, 128, bits=2)) and all(fits(128, 128, bits=8))
-    keys = SideSpec.of(Case(*KIVI, [1]).sides[0], 64)
-    assert not uniform_fits(keys, "half", 32, True) and not uniform_fits(keys, "none", 8, True)
-    assert not any(uniform_fits(SideSpec.of(side, 64), "none", 32, False) for side in Case(*TEMPORAL, [1]).sides)
+    keys = side_spec(Case(*KIVI, [1]).sides[0], 64)
+    assert keys.key_reader(32, "half", 64, tl.float16) is None and keys.key_reader(8, "none", 0, tl.float16) is None
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], *slow([63, 65], [300, 140])])
@@ -171,19 +170,19 @@ def test_scalar_codebooks_with_other_storage():
     Case(dense, values, [200]).check()
 
 
-def test_scalar_codebook_path_fits():
+def test_readers_of_codebooks():
     def side(make, dim=128):
-        return SideSpec.of(Case(make, dense, [1], dim=dim).sides[0], dim)
+        return side_spec(Case(make, dense, [1], dim=dim).sides[0], dim)
 
     for bits in (2, 3, 4):
         keys, values = (side(make) for make in scalars(bits, 128))
-        assert scalar_codebook_fits(keys, "half", 128, tl.float16, True) and scalar_codebook_fits(
-            values, "half", 128, tl.float16, False
-        )
-        assert not scalar_codebook_fits(keys, "interleaved", 128, tl.float16, True)
-        assert not scalar_codebook_fits(keys, "half", 128, tl.float32, True)
-    assert not scalar_codebook_fits(side(scalars(2, 80)[0], 80), "half", 80, tl.float16, True)
-    assert not scalar_codebook_fits(side(TEMPORAL[0]), "half", 128, tl.float16, True)
+        assert keys.key_reader(128, "half", 128, tl.float16) is scalar.KEYS
+        assert values.value_reader(128, tl.float16) is scalar.VALUES
+        assert keys.key_reader(128, "interleaved", 128, tl.float16) is None
+        assert keys.key_reader(128, "half", 128, tl.float32) is None
+    assert side(scalars(2, 80)[0], 80).key_reader(128, "half", 80, tl.float16) is None
+    assert side(TEMPORAL[0]).key_reader(128, "half", 128, tl.float16) is vector.KEYS
+    assert side(TEMPORAL[0]).key_reader(128, "interleaved", 128, tl.float16) is None
 
 
 @pytest.mark.parametrize("dim", [16, *slow(80)])

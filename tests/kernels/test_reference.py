@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from kvq_kernels.decode_attention import Codebook, Uniform
-from kvq_kernels.decode_attention.reference import unpack
 from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs.codebook import CodebookCodec
@@ -26,7 +25,7 @@ def test_uniform(bits, axis, dim):
     codec = UniformCodec(bits, axis, 32, dim)
     packed = codec.encode(random_numbers(dim))
     side = Uniform(**tensors(packed), bits=bits, axis=axis, group=32)
-    torch.testing.assert_close(unpack(side, torch.float32), codec.decode(packed, torch.float32))
+    torch.testing.assert_close(side.unpack(torch.float32), codec.decode(packed, torch.float32))
 
 
 @pytest.mark.parametrize(("sign", "hybrid"), [("extra", "no"), ("extra", "always"), ("inside", "no")])
@@ -40,7 +39,7 @@ def test_signed(sign, hybrid, axis):
     sign_words = parts.pop("sign_or_zero", parts.pop("sign", None))
     level = 3 if sign == "inside" else 0
     side = Uniform(**parts, bits=3, axis=axis, group=32, sign=sign_words, level=level, hybrid=hybrid == "always")
-    torch.testing.assert_close(unpack(side, torch.float32), codec.decode(packed, torch.float32))
+    torch.testing.assert_close(side.unpack(torch.float32), codec.decode(packed, torch.float32))
 
 
 @pytest.mark.parametrize("block", [(1, 1), (1, 4), (4, 1), (2, 2)])
@@ -52,4 +51,4 @@ def test_codebook(block, entries):
     codec = CodebookCodec(centroids, block, 64, mean, std)
     packed = codec.encode(random_numbers())
     side = Codebook(**tensors(packed), centroids=centroids, block=block, mean=mean, std=std)
-    torch.testing.assert_close(unpack(side, torch.float32), codec.decode(packed, torch.float32))
+    torch.testing.assert_close(side.unpack(torch.float32), codec.decode(packed, torch.float32))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from kvq_kernels import fields, machine_code
 from kvq_kernels.decode_attention import aot_cases, plan_splits
+from kvq_kernels.decode_attention.arguments import side_spec
 from kvq_kernels.decode_attention.configs import choose_tile
-from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.transform_attention import configs
 from kvq_kernels.transform_attention import launch as transform_launch
 from kvq_kernels.transform_attention.arguments import EXACT_TILE
@@ -95,7 +95,7 @@ def test_plans_have_as_many_programs_as_the_launches(batch, context):
 @pytest.mark.parametrize("name", ["fp16", "kivi-2bit-g32"])
 def test_plans_of_decode_attention_have_as_many_programs_as_its_launches(name, batch, context):
     keys, values, _ = aot_cases.storage_cases()[name]
-    tile = choose_tile(TARGET, *(SideSpec.of(side, DIM) for side in (keys, values)))
+    tile = choose_tile(TARGET, *(side_spec(side, DIM) for side in (keys, values)))
     query = torch.empty(batch, aot_cases.HEADS * aot_cases.GROUP, DIM, dtype=torch.float16, device="meta")
     tokens = min(32, tile.tokens) if name.startswith("kivi") else tile.tokens
     mixed = () if name == "fp16" else ("an instruction",)

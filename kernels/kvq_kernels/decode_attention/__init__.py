@@ -14,14 +14,15 @@ Packed tokens may be in pages (`Side.pages`), as vLLM keeps them: a store then h
 No argument is read on the host: both launches can be captured in a CUDA graph, which is replayed after updating
 `lengths` and both `count`s in place.
 
-    parts.py            tensors and storage formats        reference.py  the same in PyTorch
-    pages.py, paging.py packed tokens in pages: on the host, in kernels
-    spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py, checks.py
-    kernel.py           split pass, combination            main_loop.py  online softmax over whole tiles
-    exact_tokens.py     sinks and recent tokens        several_queries.py  which tokens each query sees
-    uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
-    transformed.py      codes of components, which `transform_attention` reads
-    outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
+    parts.py            a side: windows, pages, outliers   formats/           storage formats of its packed tokens
+    reference.py        the same in PyTorch                pages.py           packed tokens in pages
+    launch.py           splits, workspace, constants       arguments.py       a side as a kernel takes it; checks.py
+    tiles.py            sizes of tiles                     configs.py         tuned tiles
+    kernel.py           split pass, combination            main_loop.py       online softmax over whole tiles
+    exact_tokens.py     sinks and recent tokens            mixed_tokens.py    packed on one side only
+    addresses.py        pointers of rows, heads, pages     by_element.py      tiles of any format
+    several_queries.py  which tokens each query sees       subtiles.py, rope.py, layout_hints.py
+    outliers.py         lists of a tile; one_hot_mma.py and outlier_corrections.py add them
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvq_kernels.decode_attention.checks import check_arguments
+from kvq_kernels.decode_attention.formats.transformed import Transform, Transformed
 from kvq_kernels.decode_attention.launch import Workspace, plan_splits, run_kernels
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Pages, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.reference import decode_attention_reference
-from kvq_kernels.decode_attention.spec import Tile
-from kvq_kernels.decode_attention.transformed import Transform, Transformed
+from kvq_kernels.decode_attention.tiles import Tile
 from kvq_kernels.launch_device import Backend, uses_triton
 
 __all__ = [

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.aot_cases import Launch, stored_bytes
+from kvq_kernels.decode_attention.arguments import side_spec
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import COMBINE_OPTIONS, Workspace, arguments, combine_constants, constants
 from kvq_kernels.decode_attention.outliers import CHUNK
 from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, Rope, Side, Uniform
 from kvq_kernels.decode_attention.several_queries import query_rows
-from kvq_kernels.decode_attention.spec import SideSpec
-from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.planar import high_words, low_words
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
@@ -174,7 +173,7 @@ def family(keys: Side, values: Side) -> str:
     kinds = {type(side.packed) for side in (keys, values)}
     if Codebook in kinds or Uniform in kinds:
         return "codebook" if Codebook in kinds else "uniform"
-    return "none" if any(SideSpec.of(side, DIM).itemsize > 2 for side in (keys, values)) else "dense"
+    return "none" if any(side.members[0].product_type == torch.float32 for side in (keys, values)) else "dense"
 
 
 def launches(gpu: str) -> dict[str, Launch]:
@@ -189,14 +188,15 @@ def _split_pass(gpu: str, keys: Side, values: Side, rotation: Rope | None, queri
     assert keys.ring is not None
     dim = keys.ring.shape[3]
     query = _empty(ROWS, HEADS * GROUP, queries, dim, dtype=keys.ring.dtype)
-    tile = choose_tile(gpu, SideSpec.of(keys, dim), SideSpec.of(values, dim))
+    tile = choose_tile(gpu, side_spec(keys, dim), side_spec(values, dim))
     fixed = constants(query.dtype, keys, values, rotation, GROUP, dim, tile, queries=queries)
     workspace, scaling = Workspace.like(query, 8), dim**-0.5
     q = query_rows(query)
     given = arguments(q, keys, values, keys.count, rotation, scaling, workspace, queries=queries)
-    numbers = 2 * fixed["N"] * dim
+    tokens = fixed["K"].N
+    numbers = 2 * tokens * dim
     bits = (_bits(keys) + _bits(values)) / 2
-    chunks = max(_chunks(side, fixed["N"]) for side in (keys, values))
+    chunks = max(_chunks(side, tokens) for side in (keys, values))
     kind, options = family(keys, values), tile.options(queries)
     spills = SPILLS.get(gpu, 0) if kind == "codebook" and queries > 1 else 0
     inner = max(1, chunks)
@@ -219,14 +219,6 @@ def _chunks(side: Side, tokens: int) -> int:
 
 def _bits(side: Side) -> float:
     """Bits read per packed number: codes, scales, zero-points and outliers; codebooks stay in caches."""
-    packed = side.packed
-    assert not isinstance(packed, (PerHead, Transformed))
-    parts: list[Tensor | None] = [packed.numbers if isinstance(packed, Dense) else packed.codes]
-    if isinstance(packed, Uniform):
-        parts += [packed.scale, packed.zero, packed.sign]
-    if isinstance(packed, Codebook):
-        parts += [packed.token_scale, packed.token_zero]
-    if side.outliers is not None:
-        parts += [side.outliers.index, side.outliers.value, side.outliers.start]
     assert side.ring is not None
+    parts = [tensor for _, tensor, _ in stored_tensors(side)]
     return 8 * stored_bytes(*parts) / (ROWS * HEADS * TOKENS * side.ring.shape[3])

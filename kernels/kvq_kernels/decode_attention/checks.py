@@ -8,7 +8,7 @@ from torch import Tensor
 from kvq_kernels.decode_attention.arguments import kv_heads
 from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.pages import check_pages
-from kvq_kernels.decode_attention.parts import Codebook, Rope, Side
+from kvq_kernels.decode_attention.parts import Rope, Side
 from kvq_kernels.decode_attention.several_queries import MAX_QUERIES, as_query_rows, padded_count, query_count
 
 
@@ -37,8 +37,9 @@ def check_arguments(
     sinks = [0 if side.sinks is None else side.sinks.shape[2] for side in (keys, values)]
     if sinks[0] != sinks[1]:
         raise ValueError(f"keys have {sinks[0]} sinks, values {sinks[1]}")
-    _check_codebooks("keys", keys)
-    _check_codebooks("values", values)
+    for name, side in (("keys", keys), ("values", values)):
+        for packed in side.members:
+            packed.check(name)
     if workspace is not None:
         check_workspace(workspace, query)
 
@@ -60,17 +61,6 @@ def check_offset_and_out(rope: Rope | None, out: Tensor | None, query: Tensor) -
             f"out must be contiguous {list(query.shape)} on {query.device}, not {list(out.shape)} of strides "
             f"{out.stride()} on {out.device}: pass torch.empty_like(query), contiguous, or None"
         )
-
-
-def _check_codebooks(name: str, side: Side) -> None:
-    """The kernels read both numbers of a pair or none."""
-    for packed in side.members:
-        if not isinstance(packed, Codebook):
-            continue
-        for first, second in (("mean", "std"), ("token_scale", "token_zero")):
-            given = [part for part in (first, second) if getattr(packed, part) is not None]
-            if len(given) == 1:
-                raise ValueError(f"{name} have only {given[0]} of {first} and {second}: pass both or neither")
 
 
 def check_workspace(workspace: Workspace, query: Tensor) -> None:

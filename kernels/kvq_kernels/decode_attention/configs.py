@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from kvq_kernels.decode_attention.spec import SideSpec, Tile, padded_dim
+from kvq_kernels.decode_attention.formats.format import SideSpec
+from kvq_kernels.decode_attention.tiles import Tile
 from kvq_kernels.tuning import configuration
 
 OPERATION = "decode_attention"
@@ -29,7 +30,7 @@ def _within_shared_memory(tile: Tile, keys: SideSpec, values: SideSpec) -> Tile:
     Dense tiles are loaded stages - 1 tiles ahead into shared memory, of which some GPUs have 99 KB: the tuned 64 tokens
     in 3 stages take 64 KB, and would take 128 KB with head_dim 256 or float32.
     """
-    size = sum(padded_dim(side.dim) * side.itemsize for side in (keys, values) if side.kind == "dense")
+    size = keys.bytes_ahead + values.bytes_ahead
     room = (tile.stages - 1) * tile.tokens * TUNED_TOKEN_BYTES
     while tile.tokens > MIN_TOKENS and (tile.stages - 1) * tile.tokens * size > room:
         tile = replace(tile, tokens=tile.tokens // 2)
@@ -39,13 +40,10 @@ def _within_shared_memory(tile: Tile, keys: SideSpec, values: SideSpec) -> Tile:
 
 
 def shape_class(keys: SideSpec, values: SideSpec) -> str:
-    """Key of the tuning table, by the kind that takes most work: "dense", "uniform/2bit" (bits of a code),
+    """Key of the tuning table, by the side that takes most work: "dense", "uniform/2bit" (bits of a code),
     "codebook/4" (numbers of a code's block) or, with outliers, "codebook/4/outliers"."""
-    kinds = {keys.kind, values.kind}
-    if "codebook" in kinds:
-        suffix = "/outliers" if keys.outliers + values.outliers else ""
-        return f"codebook/{max(side.tokens * side.channels for side in (keys, values))}{suffix}"
-    return f"uniform/{max(keys.bits, values.bits)}bit" if "uniform" in kinds else "dense"
+    other, side = sorted((values, keys), key=lambda spec: spec.work)
+    return side.shape_class(other)
 
 
 @lru_cache(maxsize=4096)  # asked for by each layer at each step

@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.addresses import at_tokens
 from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.main_loop import LOG2_P_FACTOR, split_output
-from kvq_kernels.decode_attention.paging import at_tokens
-from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
+from kvq_kernels.decode_attention.rope import padded_dim, pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.several_queries import finite_max, seen_tokens
-from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, padded_dim
+from kvq_kernels.decode_attention.tiles import exact_columns, exact_queries
 
 
 @triton.jit
@@ -90,13 +90,13 @@ def exact_places(
     places = ()
     recent = index >= 0
     if S.ring:
-        places = places + ((side[7] + (index % ring_size) * D)[:, None], recent[:, None])
+        places = places + ((side.windows.ring + (index % ring_size) * D)[:, None], recent[:, None])
     if PACKED:
         packed = recent & (index < count)
         stored, within = at_tokens(side, S, index, packed)
-        places = places + ((stored[0] + within * D)[:, None], packed[:, None])
+        places = places + ((stored.packed.numbers + within * D)[:, None], packed[:, None])
     if SINKS > 0:
-        places = places + ((side[6] + token * D)[:, None], (index < 0)[:, None])
+        places = places + ((side.windows.sinks + token * D)[:, None], (index < 0)[:, None])
     if S.nvidia and STYLE == "none":
         rows = places[0]
         for i in tl.static_range(2, len(places), 2):
@@ -120,7 +120,7 @@ def _load(places, side, S: tl.constexpr, channel, mask):
             there = places[i + 1]
             x = tl.where(there, load(places[i], channel, there if mask is None else there & mask, 0.0), x)
     if S.normed:
-        x = x.to(tl.float32) / load(side[8], channel, mask, 1.0)
+        x = x.to(tl.float32) / load(side.windows.norm, channel, mask, 1.0)
     return x
 
 

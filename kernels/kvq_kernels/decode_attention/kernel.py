@@ -13,13 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import at_stored_head, load_cached
+from kvq_kernels.decode_attention.addresses import at_stored_head
 from kvq_kernels.decode_attention.exact_tokens import attend_exact
-from kvq_kernels.decode_attention.main_loop import attend_tiles, split_output
-from kvq_kernels.decode_attention.paging import at_paged_head
-from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
-from kvq_kernels.decode_attention.several_queries import finite_max, seen_tokens
-from kvq_kernels.decode_attention.spec import column_tiles, mixed_out_of_line
+from kvq_kernels.decode_attention.main_loop import attend_tiles
+from kvq_kernels.decode_attention.mixed_tokens import attend_mixed, attend_mixed_noinline
+from kvq_kernels.decode_attention.tiles import mixed_out_of_line
 
 #: Cost of an exact token and of a mixed one, in tokens of whole tiles: about the ratio of their times in compiled code.
 EXACT_COST, MIXED_COST = tl.constexpr(3), tl.constexpr(16)
@@ -36,28 +34,18 @@ def split_kernel(
     earlier,  # queries before the newest one; None: there is one query
     heads,  # int32 [heads of this launch] x 3: kv head, its index in the keys' codes and in the values'; or None
     keys,
-    values,  # tuples of pointers, see `dequantize.py`
+    values,  # `SidePointers`
     key_strides,
-    value_strides,
-    pages,  # (block table, slots) x 2 of the keys and the values; or None: no side has pages
+    value_strides,  # `SideStrides`
     ring_size,  # tokens that the keys' and the values' ring buffers hold
     rope,  # coarse, fine, fine_half, offset
     scale,  # softmax's, times log2(e)
-    SK: tl.constexpr,  # SideSpec
-    SV: tl.constexpr,
-    STYLE: tl.constexpr,  # "none", "half", "interleaved"
-    WIDTH: tl.constexpr,  # rotated channels
+    K: tl.constexpr,  # `TileLoop`s of the keys and the values; of several queries, GROUP is the rows of a program
+    V: tl.constexpr,
     HEADS: tl.constexpr,  # kv heads
-    GROUP: tl.constexpr,  # query heads of a kv head; of several queries the rows of a program, see `several_queries.py`
-    M: tl.constexpr,  # GROUP, padded to a power of two
     QUERIES: tl.constexpr,  # queries per row, padded to a power of two
     BLOCKS: tl.constexpr,  # programs that share the query rows of a kv head
     SINKS: tl.constexpr,
-    N: tl.constexpr,  # tokens of a tile
-    E: tl.constexpr,  # channels of a column tile
-    KD: tl.constexpr,  # types that keys and values are multiplied in
-    VD: tl.constexpr,
-    PRECISION: tl.constexpr,  # of float32 products
     MIXED_TILE: tl.constexpr,  # tokens of a tile of mixed ones
     EXACT_TILE: tl.constexpr,  # of exact ones
     EXACT_PAIRS: tl.constexpr,  # of channels of a column tile of exact tokens with RoPE
@@ -65,6 +53,13 @@ def split_kernel(
     PACKED_EXACT: tl.constexpr,  # packed tokens are read as exact ones
     STAGES: tl.constexpr,
 ):
+    SK: tl.constexpr = K.S
+    SV: tl.constexpr = V.S
+    STYLE: tl.constexpr = K.STYLE
+    WIDTH: tl.constexpr = K.WIDTH
+    GROUP: tl.constexpr = K.GROUP
+    M: tl.constexpr = K.M
+    N: tl.constexpr = K.N
     # Heads first: programs are spread over the multiprocessors in this order, so that those of one multiprocessor read
     # the codebooks of few heads, which its L1 cache holds (two of 8 heads on 132 multiprocessors).
     stored_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -80,14 +75,8 @@ def split_kernel(
     else:
         head, key_head = tl.load(heads[0] + stored_head), tl.load(heads[1] + stored_head)
         value_head = tl.load(heads[2] + stored_head)
-    if SK.cell > 0:
-        k = at_paged_head(keys, key_strides, SK, row, head, key_head, pages[0], pages[1])
-    else:
-        k = at_stored_head(keys, key_strides, SK, row, head, key_head)
-    if SV.cell > 0:
-        v = at_paged_head(values, value_strides, SV, row, head, value_head, pages[2], pages[3])
-    else:
-        v = at_stored_head(values, value_strides, SV, row, head, value_head)
+    k = at_stored_head(keys, key_strides, SK, row, head, key_head)
+    v = at_stored_head(values, value_strides, SV, row, head, value_head)
     D: tl.constexpr = SK.dim
     first_query = row * (HEADS * BLOCKS * GROUP) + head * (BLOCKS * GROUP) + first_row
     q = query + first_query.to(tl.int64) * D
@@ -124,8 +113,7 @@ def split_kernel(
         first = tl.minimum(begin + split * each, tiles)
         last = tl.minimum(first + each, tiles)
         attend_tiles(
-            q, partial, logsum, first_query, k, v, first, last, rope, start + BASE, scale,
-            SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
+            q, partial, logsum, first_query, k, v, first, last, rope, start + BASE, scale, K, V, STAGES,
         )  # fmt: skip
     elif split < programs - mixed_programs:
         if XD is not None:
@@ -139,8 +127,7 @@ def split_kernel(
         first, last = share(split + mixed_programs - programs, mixed_programs, mixed, MIXED_TILE)
         (attend_mixed_noinline if mixed_out_of_line(SK, SV) else attend_mixed)(
             q, partial, logsum, first_query, k, v, first, last, mixed_from, mixed_early, mixed_late, key_count,
-            value_count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, MIXED_TILE,
-            sight, QUERIES,
+            value_count, ring_size, rope, start, scale, K, SV, SINKS, MIXED_TILE, sight, QUERIES,
         )  # fmt: skip
 
 
@@ -173,79 +160,6 @@ def share(program, programs, tokens, N: tl.constexpr):
     each = tl.cdiv(tl.cdiv(tokens, N), programs) * N
     first = tl.minimum(program * each, tokens)
     return first, tl.minimum(first + each, tokens)
-
-
-@triton.jit
-def attend_mixed(
-    q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
-    ring_size, rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
-    N: tl.constexpr, sight, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """Attend to mixed tokens [first, last) in float32: `early` tokens from `oldest` on, then all from `late` on.
-
-    sight: of `seen_tokens`; None: one query, which sees all of these.
-    """
-    D: tl.constexpr = SK.dim
-    P: tl.constexpr = column_tiles(SK, E)
-    member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
-    m_i = tl.full([M], float("-inf"), tl.float32)
-    l_i = tl.zeros([M], tl.float32)
-    tile = tl.arange(0, P)[:, None, None]
-    acc = tl.zeros([P, M, E], tl.float32)
-    if QUERIES > 1:
-        seen_from, seen_end = seen_tokens(sight, M, QUERIES)
-    for at in tl.range(first, last, N, num_stages=1):
-        valid = at + within < last
-        index = tl.minimum(at + within, last - 1)  # tables of cosines may end at the last token
-        token = tl.where(index < early, oldest + index, index - early + late)
-        tokens, mask_column = token[:, None], valid[:, None]
-        qk = tl.zeros([M, N], tl.float32)
-        if STYLE == "none":
-            for j in tl.range(0, P, num_stages=1):
-                channel = (j * E + column)[None, :]
-                mask = (member[:, None] < GROUP) & (channel < D)
-                a = tl.load(q + member[:, None] * D + channel, mask=mask, other=0.0).to(tl.float32)
-                x = load_cached(k, SK, SINKS, ring_size[0], key_count, tokens, channel, mask_column & (channel < D))
-                qk = tl.dot(a, tl.trans(x), qk, input_precision=PRECISION)
-        else:
-            for j in tl.range(0, P // 2, num_stages=1):
-                pair = j * E + column
-                c1, c2 = pair_channels(pair, STYLE, WIDTH, D)
-                mask = (pair < D // 2)[None, :]
-                cos, sin = position_cos_sin(rope, start + token, pair, WIDTH, D)
-                x1 = load_cached(k, SK, SINKS, ring_size[0], key_count, tokens, c1[None, :], mask_column & mask)
-                x2 = load_cached(k, SK, SINKS, ring_size[0], key_count, tokens, c2[None, :], mask_column & mask)
-                mask = (member[:, None] < GROUP) & mask
-                a1 = tl.load(q + member[:, None] * D + c1[None, :], mask=mask, other=0.0).to(tl.float32)
-                a2 = tl.load(q + member[:, None] * D + c2[None, :], mask=mask, other=0.0).to(tl.float32)
-                qk = tl.dot(a1, tl.trans(x1 * cos - x2 * sin), qk, input_precision=PRECISION)
-                qk = tl.dot(a2, tl.trans(x2 * cos + x1 * sin), qk, input_precision=PRECISION)
-        qk = tl.where(valid[None, :], qk * scale, float("-inf"))
-        if QUERIES > 1:
-            seen = (token[None, :] >= seen_from[:, None]) & (token[None, :] < seen_end[:, None])
-            qk = tl.where(seen, qk, float("-inf"))
-        m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
-        finite = finite_max(m_ij, QUERIES)
-        p = tl.exp2(qk - finite[:, None])
-        alpha = tl.exp2(m_i - finite)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
-        acc *= alpha[None, :, None]
-        for j in tl.range(0, P, num_stages=1):
-            channel = (j * E + column)[None, :]
-            x = load_cached(v, SV, SINKS, ring_size[1], value_count, tokens, channel, mask_column & (channel < D))
-            acc += tl.where(tile == j, tl.dot(p, x, input_precision=PRECISION)[None, :, :], 0.0)
-        m_i = m_ij
-    out = split_output(partial, first_query, D, M)
-    if last > first:
-        channel = tile * E + column[None, None, :]
-        mask = (member[None, :, None] < GROUP) & (channel < D)
-        tl.store(out[None, :, None] + channel, acc / l_i[None, :, None], mask=mask)
-    tl.store(split_output(logsum, first_query, 1, M), m_i + tl.log2(l_i), mask=member < GROUP)
-
-
-#: `attend_mixed` as a function that is called: a pass of the compiler is quadratic in the length of a function.
-attend_mixed_noinline = triton.jit(attend_mixed.fn, noinline=True)
 
 
 @triton.jit

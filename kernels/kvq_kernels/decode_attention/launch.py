@@ -1,13 +1,13 @@
 """Launches of decode attention: arguments of its kernels from tensors, the number of splits, the workspace.
 
-`kernel.py` has the kernels, `configs.py` the tuned tiles, `spec.py` the compile-time description of a side.
+`kernel.py` has the kernels, `configs.py` the tuned tiles, `arguments.py` the arguments of a side.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.arguments import codes_of, kv_heads, page_arguments, pointers
+from kvq_kernels.decode_attention import by_element
+from kvq_kernels.decode_attention.arguments import kv_heads, pointers, side_spec
 from kvq_kernels.decode_attention.configs import MIN_TOKENS, choose_splits, choose_tile
+from kvq_kernels.decode_attention.formats.format import SideSpec, TileLoop
 from kvq_kernels.decode_attention.kernel import EXACT_COST, MIXED_COST, combine_kernel, split_kernel
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
+from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Rope, Side
+from kvq_kernels.decode_attention.rope import padded_dim
 from kvq_kernels.decode_attention.several_queries import (
     as_query_rows,
     padded_count,
@@ -27,8 +30,8 @@ from kvq_kernels.decode_attention.several_queries import (
     query_count,
     query_rows,
 )
-from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
-from kvq_kernels.decode_attention.transformed import Transformed
+from kvq_kernels.decode_attention.subtiles import SUBTILE
+from kvq_kernels.decode_attention.tiles import Tile
 from kvq_kernels.launch_device import on_its_device
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -86,42 +89,30 @@ def constants(
     """Compile-time arguments of `split_kernel`. group: query heads of a kv head. heads: all kv heads, where the sides
     have only some of them. queries: `padded_count`."""
     nvidia = bool(tile.nvidia) and torch.version.hip is None
-    sk, sv = (replace(SideSpec.of(side, dim), fenced=bool(tile.fences), nvidia=nvidia) for side in (keys, values))
-    tokens = max(tile.tokens, MIN_TOKENS)
-    if "codebook" in (sk.kind, sv.kind):
-        tokens = max(tokens, 16 * block_tokens(sk, sv))
-    else:
-        for spec in (sk, sv):
-            if spec.axis == "channel" and math.gcd(spec.group, tokens) >= 16:
-                tokens = math.gcd(spec.group, tokens)
-    tokens = max([tokens, *(spec.outlier_block for spec in (sk, sv) if spec.outliers)])
+    sk, sv = (side_spec(side, dim, fenced=bool(tile.fences), nvidia=nvidia) for side in (keys, values))
     if sk.first != sv.first:
         raise ValueError(f"the first packed token is at place {sk.first} of the keys, but {sv.first} of the values")
-    for side, spec in ((keys, sk), (values, sv)):
-        tokens = _tile_in_cells(tokens, side, spec, block_tokens(sk, sv))
-    if rope is not None and tokens > Rope.STEP:
-        raise ValueError(
-            f"a tile of {tokens} tokens is longer than the fine table of cosines: with RoPE, outliers must be in "
-            f"blocks of at most {Rope.STEP} tokens, codes of at most {Rope.STEP // MIN_TOKENS}"
-        )
     blocks = query_blocks(group, queries, tile.rows)
     group = group * queries // blocks
+    loops = tile_loops(
+        sk,
+        sv,
+        (product_type(keys, query_type), product_type(values, query_type)),
+        STYLE="none" if rope is None else rope.style,
+        WIDTH=0 if rope is None else 2 * rope.frequencies.numel(),
+        GROUP=group,
+        M=max(triton.next_power_of_2(group), tile.queries if sk.coded or sv.coded else 1),
+        N=_tile_tokens(keys, sk, values, sv, rope, tile),
+        E=max(16, min(tile.columns, padded_dim(dim) // 2)),
+        PRECISION=float32_products(query_type, nvidia),
+    )
     return {
-        "SK": sk,
-        "SV": sv,
-        "STYLE": "none" if rope is None else rope.style,
-        "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
+        "K": loops[0],
+        "V": loops[1],
         "HEADS": kv_heads(keys) if heads is None else heads,
-        "GROUP": group,
-        "M": max(triton.next_power_of_2(group), tile.queries if {"codebook", "uniform"} & {sk.kind, sv.kind} else 1),
         "QUERIES": queries,
         "BLOCKS": blocks,
         "SINKS": 0 if keys.sinks is None else keys.sinks.shape[2],
-        "N": tokens,
-        "E": max(16, min(tile.columns, padded_dim(dim) // 2)),
-        "KD": product_type(keys, query_type),
-        "VD": product_type(values, query_type),
-        "PRECISION": float32_products(query_type, nvidia),
         "MIXED_TILE": TAIL_TILE,
         "EXACT_TILE": TAIL_TILE * tile.warps,
         "EXACT_PAIRS": EXACT_PAIRS,
@@ -129,6 +120,49 @@ def constants(
         "PACKED_EXACT": packed_exact(query_type, keys, values),
         "STAGES": tile.stages,
     }
+
+
+@lru_cache(maxsize=4096)  # asked for by each layer at each step
+def tile_loops(
+    keys: SideSpec, values: SideSpec, types: tuple[tl.dtype, tl.dtype], N: int, **constants: Any
+) -> tuple[TileLoop, TileLoop]:
+    """Constants of the main loop over tiles of N tokens, of the keys and the values. types: that they are multiplied
+    in. constants: further fields of `TileLoop`.
+
+    A reader of whole tiles serves beside a reader of subtiles only element by element.
+    """
+    key_reader = keys.key_reader(N, constants["STYLE"], constants["WIDTH"], types[0])
+    value_reader = values.value_reader(N, types[1])
+    subtiled = any(reader is not None and reader.subtiles for reader in (key_reader, value_reader))
+    if key_reader is None or key_reader.subtiles < subtiled:
+        key_reader = by_element.KEYS
+    if value_reader is None or value_reader.subtiles < subtiled:
+        value_reader = by_element.VALUES
+    count, block = (N // SUBTILE.value, max(keys.tokens, values.tokens)) if subtiled else (1, 1)
+    sizes: dict[str, Any] = {"N": N, "L": count, "R": N // count, "BLOCK": block}
+    return (
+        TileLoop(S=keys, reader=key_reader, T=types[0], **sizes, **constants),
+        TileLoop(S=values, reader=value_reader, T=types[1], **sizes, **constants),
+    )
+
+
+def _tile_tokens(keys: Side, sk: SideSpec, values: Side, sv: SideSpec, rope: Rope | None, tile: Tile) -> int:
+    """Tokens of a tile: whole blocks of codes and outliers, and of scales per channel; they divide cells of pages."""
+    block = max(sk.tokens, sv.tokens)
+    tokens = max(tile.tokens, MIN_TOKENS * block)
+    if not (sk.fences_loads or sv.fences_loads):
+        for spec in (sk, sv):
+            if math.gcd(spec.scale_tokens, tokens) >= MIN_TOKENS:
+                tokens = math.gcd(spec.scale_tokens, tokens)
+    tokens = max([tokens, *(spec.outlier_block for spec in (sk, sv) if spec.outliers)])
+    for side, spec in ((keys, sk), (values, sv)):
+        tokens = _tile_in_cells(tokens, side, spec, block)
+    if rope is not None and tokens > Rope.STEP:
+        raise ValueError(
+            f"a tile of {tokens} tokens is longer than the fine table of cosines: with RoPE, outliers must be in "
+            f"blocks of at most {Rope.STEP} tokens, codes of at most {Rope.STEP // MIN_TOKENS}"
+        )
+    return tokens
 
 
 def _tile_in_cells(tokens: int, side: Side, spec: SideSpec, code_tokens: int) -> int:
@@ -172,7 +206,6 @@ def arguments(
         value_tensors,
         key_strides,
         value_strides,
-        page_arguments(keys, values),
         tuple(1 if side.ring is None else side.ring.shape[2] for side in (keys, values)),
         (None,) * 4 if rope is None else (rope.coarse, rope.fine, rope.fine_half, rope.offset),
         scaling * math.log2(math.e),
@@ -193,7 +226,8 @@ def product_type(side: Side, query_type: torch.dtype) -> tl.dtype:
     """Type that a side's numbers are multiplied in: of packed ones float16, whose subnormal numbers are their codes."""
     if query_type == torch.float32:
         return tl.float32
-    dtype = TYPES[side.packed.numbers.dtype] if isinstance(side.packed, Dense) else tl.float16
+    assert not isinstance(side.packed, PerHead)
+    dtype = TYPES[side.packed.product_type]
     # The interpreter keeps bfloat16 as 16-bit integers, and multiplies those.
     return tl.float32 if knobs.runtime.interpret and dtype == tl.bfloat16 else dtype
 
@@ -226,10 +260,7 @@ def capacity(side: Side) -> int:
     """Tokens per row that the packed store has room for."""
     if side.pages is not None:
         return side.pages.block_table.shape[1] * side.pages.block_size - side.pages.first
-    packed = side.members[0]
-    if isinstance(packed, Transformed):
-        return packed.room
-    return codes_of(packed).shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
+    return side.members[0].room
 
 
 def sm_count(device: torch.device) -> int:
@@ -246,12 +277,12 @@ def plan_splits(query: Tensor, keys: Side, values: Side, rope: Rope | None = Non
     """
     part, dim = head_groups(keys, values, query.device)[0], query.shape[-1]
     group = query.shape[1] // kv_heads(keys)
-    tile = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
+    tile = tile or choose_tile(query.device, side_spec(part.keys, dim), side_spec(part.values, dim))
     fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, tile, queries=padded_count(query))
     rings = [0 if side.ring is None else side.ring.shape[2] for side in (keys, values)]
     exact, mixed = fixed["SINKS"] + max(rings), abs(rings[0] - rings[1])
     tokens = min(capacity(keys), capacity(values)) + EXACT_COST.value * exact + MIXED_COST.value * mixed
-    tiles = max(2, -(-tokens // fixed["N"]))
+    tiles = max(2, -(-tokens // fixed["K"].N))
     programs = query.shape[0] * kv_heads(keys) * fixed["BLOCKS"]
     return max(3, choose_splits(programs, tiles, sm_count(query.device), tile.waves)) - 2
 
@@ -321,7 +352,7 @@ def run_kernels(
     q = query_rows(query)
     result = torch.empty_like(q) if out is None or queries < padded else out.view(q.shape)
     for part in head_groups(keys, values, query.device):
-        chosen = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
+        chosen = tile or choose_tile(query.device, side_spec(part.keys, dim), side_spec(part.values, dim))
         fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, chosen, heads // group, padded)
         split_kernel[(part.count * fixed["BLOCKS"], workspace.programs, rows)](
             *arguments(q, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads, queries),

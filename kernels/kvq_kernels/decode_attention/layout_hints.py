@@ -79,3 +79,22 @@ def load_fields(row, word, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.const
         offset = (FIRST + tl.arange(0, COUNT))[:, None, None, None, None] * W + word[None]
         fields = _unstack(load(row[None], offset, None if mask is None else mask[None]))
     return fields
+
+
+@triton.jit
+def unstack_last(x, A: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr):
+    """x [A, B, COUNT] as a tuple of COUNT tensors [A, B]."""
+    if COUNT == 1:
+        return (tl.reshape(x, [A, B]),)
+    elif COUNT == 2:
+        return tl.split(x)
+    elif COUNT == 4:
+        even, odd = tl.split(tl.reshape(x, [A, B, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return x0, x1, x2, x3
+    else:
+        even, odd = tl.split(tl.reshape(x, [A, B, 4, 2]))
+        x0, x2, x4, x6 = unstack_last(even, A, B, 4)
+        x1, x3, x5, x7 = unstack_last(odd, A, B, 4)
+        return x0, x1, x2, x3, x4, x5, x6, x7

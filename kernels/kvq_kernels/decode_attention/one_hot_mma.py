@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.byte_permute import interpreted
+from kvq_kernels.decode_attention.formats.format import SideSpec
+from kvq_kernels.decode_attention.formats.shared import interpreted
 from kvq_kernels.decode_attention.layout_hints import load_scattered
 from kvq_kernels.decode_attention.outliers import CHUNK
-from kvq_kernels.decode_attention.spec import SideSpec
 
 
 @triton.constexpr_function

@@ -20,28 +20,13 @@ from kvq_kernels.decode_attention.one_hot_mma import (
 )
 from kvq_kernels.decode_attention.outliers import CHUNK, load_corrections, outlier_chunk, outlier_runs
 from kvq_kernels.decode_attention.rope import STEP
-from kvq_kernels.decode_attention.scalar_codebook import scalar_tile_channel, scalar_tile_count, scalar_tile_steps
-from kvq_kernels.decode_attention.spec import SideSpec, column_tiles
-from kvq_kernels.decode_attention.vector_codebook import (
-    subtile_tokens,
-    vector_tile_channel,
-    vector_tile_count,
-    vector_tile_steps,
-)
+from kvq_kernels.decode_attention.subtiles import subtile_tokens
 
 
 @triton.constexpr_function
 def subtile_steps(index: int, rows: int, block: int) -> tuple[int, ...]:
     """Distances in tokens from row 0 of subtile 0 to rows 0, 8, ... of subtile `index` (see `subtile_tokens`)."""
     return tuple(row * block + index // block * (rows * block) + index % block for row in range(0, rows, 8))
-
-
-@triton.constexpr_function
-def channel_steps(index: int, spec: SideSpec, vector: bool, scalar: bool, columns: int) -> tuple[int, ...]:
-    """Distances in channels from row 0 of accumulator tile 0 to rows 0, 8, ... of tile `index`."""
-    if vector:
-        return vector_tile_steps(index, spec)
-    return scalar_tile_steps(index, spec) if scalar else tuple(range(index * columns, (index + 1) * columns, 8))
 
 
 @triton.jit
@@ -86,12 +71,17 @@ def _rotated_products(
 
 
 @triton.jit
-def correct_scores(
-    scores, layout, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def correct_scores(scores, layout, q, k, begin, rope, start, C: tl.constexpr):
     """Scores (L subtiles [M, R]) of the tile that starts at packed token `begin`, corrected for the keys' outliers."""
+    S: tl.constexpr = C.S
+    STYLE: tl.constexpr = C.STYLE
+    WIDTH: tl.constexpr = C.WIDTH
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
+    L: tl.constexpr = C.L
+    R: tl.constexpr = C.R
+    BLOCK: tl.constexpr = C.BLOCK
+    PRECISION: tl.constexpr = C.PRECISION
     PAIRS: tl.constexpr = uses_bf16_pairs(S, PRECISION)
     thread = tl.arange(0, 8)[None, None, :, None]
     subtiles = ()
@@ -180,25 +170,32 @@ def _gather_columns(x, column, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def correct_values(
-    acc, layout, p, v, S: tl.constexpr, begin, VECTOR: tl.constexpr, SCALAR: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Accumulator of `vector_codebook_accumulate` (VECTOR), `scalar_codebook_accumulate` (SCALAR) or
-    `generic_accumulate`, corrected for outliers of the values in the tile that starts at `begin`."""
+def correct_values(acc, layout, p, v, begin, C: tl.constexpr):
+    """Accumulator corrected for outliers of the values in the tile that starts at packed token `begin`."""
+    if C.reader.paired:
+        return _correct_tiles(acc[0], layout, p, v, begin, C), acc[1]
+    else:
+        return _correct_tiles(acc, layout, p, v, begin, C)
+
+
+@triton.jit
+def _correct_tiles(acc, layout, p, v, begin, C: tl.constexpr):
+    """`correct_values` of an accumulator's tiles."""
+    S: tl.constexpr = C.S
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
+    L: tl.constexpr = C.L
+    R: tl.constexpr = C.R
+    BLOCK: tl.constexpr = C.BLOCK
+    PRECISION: tl.constexpr = C.PRECISION
+    TRANSPOSED: tl.constexpr = C.reader.transposed
+    TILES: tl.constexpr = C.reader.tiles(C)
     PAIRS: tl.constexpr = uses_bf16_pairs(S, PRECISION)
-    TILES: tl.constexpr = vector_tile_count(S) if VECTOR else scalar_tile_count(S) if SCALAR else column_tiles(S, E)
     thread = tl.arange(0, 8)[None, None, :, None]
-    if VECTOR:
+    if C.reader.crowded:
         tl.debug_barrier()  # not while values still fill the registers
     weights_of_tile = _packed_fp16(p, GROUP, M, R, L) if PAIRS else interleaved(p, M, R, L)
-    if VECTOR:
-        row = vector_tile_channel(0, 0, thread, S)
-    elif SCALAR:
-        row = scalar_tile_channel(0, 0, thread, S)
-    else:
-        row = thread
+    row = C.reader.channel(thread, C)
     runs = outlier_runs(v, S, begin, L * R)
     for at in tl.range(opaque_zero(begin), runs[len(runs) - 1][0], CHUNK, num_stages=1):
         token, channel, correction = load_corrections(v, S, begin, outlier_chunk(runs, S, at))
@@ -213,8 +210,8 @@ def correct_values(
         distance = spread_indices(channel, layout, S) - subnormal(row)
         new = ()
         for i in tl.static_range(TILES):
-            old = acc[i] if VECTOR or SCALAR else tl.trans(acc[i])
-            tile = one_hot_mma(distance, channel_steps(i, S, VECTOR, SCALAR, E), w, old, PRECISION)
-            new = new + (tile if VECTOR or SCALAR else tl.trans(tile),)
+            old = tl.trans(acc[i]) if TRANSPOSED else acc[i]
+            tile = one_hot_mma(distance, C.reader.steps(i, C), w, old, PRECISION)
+            new = new + (tl.trans(tile) if TRANSPOSED else tile,)
         acc = new
     return acc

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import dequantize
-
 #: Outliers read at once.
 CHUNK = tl.constexpr(32)
 
@@ -30,7 +28,7 @@ def outlier_runs(side, S: tl.constexpr, begin, N: tl.constexpr):
             runs = runs + (((i + 1) * CAPACITY, 0),)
     else:
         WIDE: tl.constexpr = S.pooled_heads + 1
-        start = side[11] + begin // S.outlier_block * WIDE
+        start = side.outliers.start + begin // S.outlier_block * WIDE
         end = 0
         for i in tl.static_range(BLOCKS):
             first, last = tl.load(start + i * WIDE), tl.load(start + i * WIDE + 1)
@@ -62,9 +60,9 @@ def load_corrections(side, S: tl.constexpr, begin, chunk):
     D: tl.constexpr = S.dim
     slot, first, valid = chunk
     list_start = begin // S.outlier_block * S.outliers
-    index = tl.load(side[9] + list_start + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
+    index = tl.load(side.outliers.index + list_start + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
     token, channel = (first.to(tl.uint32) + index // D).to(tl.int32), (index % D).to(tl.int32)
-    value = tl.load(side[10] + list_start + slot).to(tl.float32)
+    value = tl.load(side.outliers.value + list_start + slot).to(tl.float32)
     every = tl.full([CHUNK], True, tl.int1)
-    decoded = dequantize(side, S, (begin + token).to(tl.uint32), channel, every)
+    decoded = S.element(side.packed, S, (begin + token).to(tl.uint32), channel, every)
     return token, channel, tl.where(valid, value - decoded, 0.0)

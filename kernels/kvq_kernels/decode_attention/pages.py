@@ -1,6 +1,6 @@
 """Pages of a side (`parts.Pages`) on the host: their layout and its checks, views of an allocation, rows gathered.
 
-`paging.py` is their address arithmetic in kernels.
+`addresses.py` has their address arithmetic in kernels.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvq_kernels.decode_attention.parts import Dense, Outliers, Packed, Pages, PerHead, Side, Uniform
-from kvq_kernels.decode_attention.transformed import Transformed
+from kvq_kernels.decode_attention.parts import Outliers, Packed, Pages, PerHead, Side
 
 #: Bytes at whose multiples pages, cells and the tensors in a cell begin: the widest load of a thread.
 ALIGNMENT = 16
@@ -63,7 +62,7 @@ def _ceil(size: int) -> int:
 def stored_tensors(side: Side) -> Iterator[tuple[str, Tensor, int]]:
     """(name, tensor `[pages, H, (cells,) T, W]`, tokens of one of the T) of what a side keeps in pages."""
     for packed in side.members:
-        for name, tensor, tokens in _of_format(packed):
+        for name, tensor, tokens in packed.stored():
             if tensor is not None:
                 yield name, tensor, tokens
     lists = side.outliers
@@ -72,23 +71,6 @@ def stored_tensors(side: Side) -> Iterator[tuple[str, Tensor, int]]:
         yield "outliers.value", lists.value, lists.tokens
         if lists.start is not None:
             yield "outliers.start", lists.start, lists.tokens
-
-
-def _of_format(packed: Packed) -> list[tuple[str, Tensor | None, int]]:
-    if isinstance(packed, Dense):
-        return [("numbers", packed.numbers, 1)]
-    if isinstance(packed, Uniform):
-        tokens = packed.group if packed.axis == "channel" else 1
-        groups = (("scale", packed.scale), ("zero", packed.zero), ("sign", packed.sign))
-        return [("codes", packed.codes, 1), *((name, tensor, tokens) for name, tensor in groups)]
-    if isinstance(packed, Transformed):
-        codes = [(f"codes{number}", x.flatten(packed.entry), packed.block) for number, x in enumerate(packed.codes)]
-        return [*codes, ("gain", None if packed.gain is None else packed.gain.unsqueeze(-1), 1)]
-    per_token = (("token_scale", packed.token_scale), ("token_zero", packed.token_zero))
-    return [
-        ("codes", packed.codes, packed.block[0]),
-        *((name, None if tensor is None else tensor.unsqueeze(-1), 1) for name, tensor in per_token),
-    ]
 
 
 def cells(side: Side) -> tuple[int, int]:
@@ -194,34 +176,11 @@ def changed(side: Side, change: Callable[[Tensor], Tensor]) -> Side:
     per token have W = 1."""
     packed: Packed | PerHead
     if isinstance(side.packed, PerHead):
-        packed = PerHead(tuple(_changed(member, change) for member in side.packed.members), side.packed.heads)
+        packed = PerHead(tuple(member.changed(change) for member in side.packed.members), side.packed.heads)
     else:
-        packed = _changed(side.packed, change)
+        packed = side.packed.changed(change)
     lists = side.outliers
     if lists is not None:
         index, value = change(lists.index), change(lists.value)
         lists = Outliers(index, value, lists.tokens, None if lists.start is None else change(lists.start))
     return replace(side, packed=packed, outliers=lists)
-
-
-def _changed(packed: Packed, change: Callable[[Tensor], Tensor]) -> Packed:
-    """`changed` of what a side has packed."""
-
-    def optional(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else change(tensor)
-
-    def per_token(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else change(tensor.unsqueeze(-1)).squeeze(-1)
-
-    if isinstance(packed, Dense):
-        return Dense(change(packed.numbers))
-    if isinstance(packed, Transformed):
-        entry = packed.entry
-        codes = tuple(change(x.flatten(entry)).unflatten(-1, x.shape[entry:]) for x in packed.codes)
-        return replace(packed, codes=codes, gain=per_token(packed.gain))
-    words = change(packed.codes)
-    if isinstance(packed, Uniform):
-        scale = change(packed.scale)
-        return replace(packed, codes=words, scale=scale, zero=optional(packed.zero), sign=optional(packed.sign))
-    scales, zeros = per_token(packed.token_scale), per_token(packed.token_zero)
-    return replace(packed, codes=words, token_scale=scales, token_zero=zeros)

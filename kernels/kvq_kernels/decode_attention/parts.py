@@ -1,7 +1,6 @@
-"""Inputs of decode attention: tensors of one layer's cache and their storage formats.
+"""Inputs of decode attention: tensors of one layer's cache.
 
-`Side` is the keys or the values, `Dense`, `Uniform`, `Codebook`, `Transformed` and `PerHead` are formats of its packed
-tokens. `spec.py` describes them to the compiler, `reference.py` unpacks them.
+`Side` is the keys or the values, whose packed tokens are in one of the `formats`, or in different ones (`PerHead`).
 """
 
 from __future__ import annotations
@@ -12,60 +11,10 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kvq_kernels.decode_attention.transformed import Transformed
-
-
-@dataclass(frozen=True)
-class Dense:
-    """16- or 32-bit numbers, not quantized: `[B, H, T, D]` float16, bfloat16 or float32."""
-
-    numbers: Tensor
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform codes in groups: x' = q s + z (asymmetric), (q - level) s, or in a hybrid either, by the sign of s.
-
-    codes: int32 words `[B, H, T, W]`, planar: channel c of a token is in word c % W at bit `bits * (c // W)`; 3-bit
-           codes are the low 2 bits, packed so, followed by the high bit, packed so.
-    scale: `[B, H, T / group, D]` (axis "channel": a group is `group` tokens of a channel) or `[B, H, T, D / group]`
-           (axis "token"). zero: the same shape, any floating type, or None.
-    level: without a zero, the code of 0.
-    sign:  words of the scale's shape with one bit per number of the group (x' = -q s where it is set), or None. In a
-           hybrid, the word (int32) of an asymmetric group is its float32 z.
-    hybrid: groups with a negative scale are asymmetric with |s|; their z is in `sign`.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    bits: int
-    axis: Literal["channel", "token"]
-    group: int
-    zero: Tensor | None = None
-    level: int = 0
-    sign: Tensor | None = None
-    hybrid: bool = False
-
-
-@dataclass(frozen=True)
-class Codebook:
-    """Codebook entries: a block of l tokens by c channels is one code; x' = centroid std + mean.
-
-    codes:     uint8 `[B, H, T / l, D / c]`; with fewer than 256 entries planar int32 words of log2(entries) bits.
-    centroids: `[H or 1, D / share, entries, l * c]`, contiguous; number `j * c + i` is token j, channel i of a block.
-    mean, std: float16 or float32 `[H, D]`, or None both; kernels multiply them in float16.
-    token_scale, token_zero: `[B, 1, T]`, or None both: x' is then multiplied by the token's scale and its zero is added
-    (KVQuant's values).
-    """
-
-    codes: Tensor
-    centroids: Tensor
-    block: tuple[int, int]
-    mean: Tensor | None = None
-    std: Tensor | None = None
-    token_scale: Tensor | None = None
-    token_zero: Tensor | None = None
-
+from kvq_kernels.decode_attention.formats.codebook import Codebook
+from kvq_kernels.decode_attention.formats.dense import Dense
+from kvq_kernels.decode_attention.formats.transformed import Transformed
+from kvq_kernels.decode_attention.formats.uniform import Uniform
 
 #: Storage formats of heads that are stored alike.
 Packed: TypeAlias = Dense | Uniform | Codebook | Transformed

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.pages import gathered
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side, Uniform
-from kvq_kernels.decode_attention.transformed import Transformed, restore
+from kvq_kernels.decode_attention.parts import PerHead, Rope, Side
 
 
 def decode_attention_reference(
@@ -90,12 +88,12 @@ def rotate(x: Tensor, rope: Rope, offset: int) -> Tensor:
 def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
     """All packed tokens with their outliers, `[B, H, T, dim]` in `dtype`."""
     if isinstance(side.packed, PerHead):
-        parts = [unpack(member, dtype, dim) for member in side.packed.members]
+        parts = [member.unpack(dtype, dim) for member in side.packed.members]
         x = parts[0].new_empty(len(parts[0]), sum(map(len, side.packed.heads)), *parts[0].shape[2:])
         for part, heads in zip(parts, side.packed.heads, strict=True):
             x.index_copy_(1, _index(heads, x.device), part)
     else:
-        x = unpack(side.packed, dtype, dim)
+        x = side.packed.unpack(dtype, dim)
     if side.outliers is None:
         return x
     blocks = x.unflatten(2, (-1, side.outliers.tokens)).flatten(3)
@@ -115,72 +113,3 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     """The heads as a tensor that is sent to the device once."""
     return torch.tensor(heads, device=device)
-
-
-def unpack(packed: Packed, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """Dequantized numbers `[B, H, T, D]` in `dtype`. dim: D, of `Transformed` or codes that do not fill
-    their words."""
-    if isinstance(packed, Dense):
-        return packed.numbers.to(dtype)
-    if isinstance(packed, Transformed):
-        assert dim is not None
-        return restore(packed, dtype, dim)
-    return unpack_uniform(packed, dtype) if isinstance(packed, Uniform) else unpack_codebook(packed, dtype, dim)
-
-
-def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int64 codes `[..., count]` of planar int32 words `[..., W]`."""
-    if bits == 3:
-        low = -(-count // 16)
-        return unpack_words(words[..., :low], 2, count) | (unpack_words(words[..., low:], 1, count) << 2)
-    channel = torch.arange(count, device=words.device)
-    width = words.shape[-1]
-    return (words[..., channel % width].long() >> (bits * (channel // width))) & (2**bits - 1)
-
-
-def unpack_uniform(packed: Uniform, dtype: torch.dtype) -> Tensor:
-    """`unpack` of uniform codes."""
-    per_channel = packed.axis == "channel"
-    dim = 2 if per_channel else 3
-    count = packed.scale.shape[3] * (1 if per_channel else packed.group)
-    codes = unpack_words(packed.codes, packed.bits, count)
-
-    def spread(per_group: Tensor) -> Tensor:
-        return per_group.repeat_interleave(packed.group, dim=dim)[:, :, : codes.shape[2]]
-
-    scale = spread(packed.scale).to(dtype)
-    if packed.hybrid:
-        asymmetric = spread(packed.scale).signbit()
-    else:
-        asymmetric = torch.full_like(scale, packed.zero is not None, dtype=torch.bool)
-    number = codes.to(dtype) - packed.level
-    if packed.sign is not None:
-        position = torch.arange(codes.shape[dim], device=codes.device) % packed.group
-        negative = (spread(packed.sign).long() >> (position[:, None] if per_channel else position)) & 1
-        number = torch.where(negative == 1, -number, number)
-    number = number * scale
-    zero = packed.sign.view(torch.float32) if packed.hybrid and packed.sign is not None else packed.zero
-    if zero is None:
-        return number
-    return torch.where(asymmetric, codes.to(dtype) * scale.abs() + spread(zero).to(dtype), number)
-
-
-def unpack_codebook(packed: Codebook, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """`unpack` of codebook codes."""
-    tokens, channels = packed.block
-    heads, books, entries, _ = packed.centroids.shape
-    codes = packed.codes.long()
-    if packed.codes.dtype == torch.int32:
-        bits = int(math.log2(entries))
-        dim = packed.std.shape[-1] if packed.std is not None else dim
-        count = packed.codes.shape[3] * 32 // bits if dim is None else dim // channels
-        codes = unpack_words(packed.codes, bits, count)
-    book = torch.arange(codes.shape[3], device=codes.device) * books // codes.shape[3]
-    head = torch.arange(codes.shape[1], device=codes.device) % heads
-    blocks = packed.centroids.to(dtype)[head[:, None, None], book, codes]  # [B, H, T / l, D / c, l * c]
-    x = blocks.unflatten(-1, (tokens, channels)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    if packed.std is not None and packed.mean is not None:
-        x = x * packed.std.to(dtype)[:, None] + packed.mean.to(dtype)[:, None]
-    if packed.token_scale is not None and packed.token_zero is not None:
-        x = x * packed.token_scale.to(dtype)[..., None] + packed.token_zero.to(dtype)[..., None]
-    return x

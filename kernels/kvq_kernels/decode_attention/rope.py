@@ -6,10 +6,28 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import padded_dim, pair_offset
 
 #: `Rope.STEP`: rows of the fine table, positions between rows of the coarse table.
 STEP = tl.constexpr(128)
+
+
+@triton.constexpr_function
+def padded_dim(dim: int) -> int:
+    """head_dim as a power of two, at least 32: RoPE rotates 16 pairs at once, the least inner size of a product."""
+    return max(32, triton.next_power_of_2(dim))
+
+
+@triton.constexpr_function
+def pair_offset(style: str, width: int, dim: int, index: int) -> int:
+    """Item `index` of (a, b, c, d): pair p < width / 2 is channels (a p, a p + b), a later one (p + c, p + d).
+
+    Scalars, because a function of a pair's number would not compile.
+    """
+    half = width // 2
+    unrotated = (dim - width) // 2
+    if style == "half":
+        return (1, half, half, half + unrotated)[index]
+    return (2, 1, half, half + unrotated)[index]
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def launches(gpu: str) -> dict[str, Launch]:
         bits = 8 * stored_bytes(packed.codes, packed.scale, packed.zero, packed.sign) / (ROWS * HEADS * TOKENS * DIM)
         given = arguments(vectors, out, packed)
         options = {"num_warps": tile["warps"], "num_stages": max(1, tile["stages"])}
-        named[name] = Launch(kernel, given, fixed, options, kind(packed), fixed["N"] * DIM, bits)
+        named[name] = Launch(kernel, given, fixed, options, kind(packed), fixed["C"].N * DIM, bits)
     partial = _empty(8, ROWS, HEADS * GROUP, DIM, dtype=torch.float32)
     count = partial[0].numel()
     named["sum"] = Launch(sum_kernel, (partial, _empty(count), 8, count), {"N": SUM_ELEMENTS}, {"num_warps": 2})

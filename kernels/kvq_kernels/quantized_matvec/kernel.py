@@ -1,6 +1,6 @@
 """q K^T and p V over uniform codes: a program reads a run of tiles of one kv head, for all of its query heads.
 
-Tiles are read by `decode_attention`'s uniform path where it fits. One more program then reads the tail, the tokens that
+Tiles are read by the format's reader where it fits. One more program then reads the tail, the tokens that
 fill no tile, element by element; without that path, all tiles are read so. `launch.py` passes the arguments.
 """
 
@@ -9,16 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import at_head, dequantize
-from kvq_kernels.decode_attention.main_loop import generic_init, generic_queries, generic_scores, generic_store
-from kvq_kernels.decode_attention.spec import column_tiles
-from kvq_kernels.decode_attention.uniform_keys import uniform_queries, uniform_scores
-from kvq_kernels.decode_attention.uniform_values import (
-    uniform_accumulate,
-    uniform_init,
-    uniform_prefetch,
-    uniform_store,
-)
+from kvq_kernels.decode_attention.addresses import at_head
+from kvq_kernels.decode_attention.by_element import scores_of, tile_count
 
 #: Factor on P before it is rounded to float16, which loses bits below 2^-14.
 P_FACTOR = tl.constexpr(256.0)
@@ -37,23 +29,22 @@ def _tile_range(tokens, N: tl.constexpr, UNIFORM: tl.constexpr, TAIL: tl.constex
 def scores_kernel(
     query,  # [B, Q, D]
     out,  # [B, Q, T]
-    keys,  # tuple of pointers, see `decode_attention/dequantize.py`
+    keys,  # `SidePointers`
     strides,
     tokens,
-    S: tl.constexpr,  # SideSpec
-    GROUP: tl.constexpr,  # query heads of a kv head
-    M: tl.constexpr,  # GROUP, padded to a power of two and to what a product takes
-    N: tl.constexpr,  # tokens of a tile
-    E: tl.constexpr,  # channels of a column tile, where the uniform path does not fit
-    UNIFORM: tl.constexpr,  # tiles are read by `decode_attention/uniform.py`
+    C: tl.constexpr,  # `TileLoop`
+    ELEMENTS: tl.constexpr,  # the same, whose reader reads by element
+    UNIFORM: tl.constexpr,  # whether C has another reader
     TAIL: tl.constexpr,  # 1: the last program reads the tail; 0: there is no tail
-    T: tl.constexpr,  # type that numbers are multiplied in
-    PRECISION: tl.constexpr,  # of float32 products
     STAGES: tl.constexpr,
 ):
     """S = Q K^T (Eq. 3)."""
+    S: tl.constexpr = C.S
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
+    N: tl.constexpr = C.N
     head, row = tl.program_id(1), tl.program_id(2)
-    k = at_head(keys, strides, S, row, head)
+    k = at_head(keys, strides, S, row, head).packed
     first_query = (row.to(tl.int64) * tl.num_programs(1) + head) * GROUP
     q = query + first_query * S.dim
     member, line = tl.arange(0, M), tl.arange(0, N)
@@ -62,28 +53,25 @@ def scores_kernel(
     first, last = _tile_range(tokens, N, UNIFORM, TAIL)
     if UNIFORM:
         if TAIL == 0 or tl.program_id(0) < tl.num_programs(0) - 1:
-            queries = uniform_queries(q, S, GROUP, M, T)
+            queries = C.reader.queries(q, C)
             for tile in tl.range(first, last, num_stages=STAGES):
-                qk = uniform_scores(queries, k, S, tile, M, N, T, PRECISION)
-                tl.store(pointers + (tile * N + line)[None, :], qk.to(out.dtype.element_ty), mask=mask)
+                qk = C.reader.scores(queries, (), k, tile, (), 0, C)
+                tl.store(pointers + (tile * N + line)[None, :], qk[0].to(out.dtype.element_ty), mask=mask)
         else:
-            _generic_scores(q, pointers, k, tokens // N, tokens // N + 1, tokens, S, GROUP, M, N, E, T, PRECISION, 1)
+            _scores_by_element(q, pointers, k, tokens // N, tokens // N + 1, tokens, ELEMENTS, 1)
     else:
-        _generic_scores(q, pointers, k, first, last, tokens, S, GROUP, M, N, E, T, PRECISION, STAGES)
+        _scores_by_element(q, pointers, k, first, last, tokens, ELEMENTS, STAGES)
 
 
 @triton.jit
-def _generic_scores(
-    q, pointers, k, first, last, tokens, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    E: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _scores_by_element(q, pointers, k, first, last, tokens, C: tl.constexpr, STAGES: tl.constexpr):
     """Store scores of tiles [first, last), element by element; the last tile may be partial."""
-    queries = generic_queries(q, S, "none", 0, GROUP, M, E)
-    mask = (tl.arange(0, M) < GROUP)[:, None]
+    queries = C.reader.queries(q, C)
+    mask = (tl.arange(0, C.M) < C.GROUP)[:, None]
     for tile in tl.range(first, last, num_stages=STAGES):
-        index = tile * N + tl.arange(0, N)
+        index = tile * C.N + tl.arange(0, C.N)
         token = tl.minimum(index, tokens - 1)
-        qk = generic_scores(queries, k, S, 0, token, token, (), 0, "none", 0, M, N, E, T, PRECISION)
+        qk = scores_of(queries, k, token, token, (), 0, C)
         tl.store(pointers + index[None, :], qk.to(pointers.dtype.element_ty), mask=mask & (index < tokens)[None, :])
 
 
@@ -94,20 +82,19 @@ def outputs_kernel(
     values,
     strides,
     tokens,
-    S: tl.constexpr,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    E: tl.constexpr,
+    C: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     UNIFORM: tl.constexpr,
     TAIL: tl.constexpr,
-    T: tl.constexpr,
-    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """O = P V (Eq. 5)."""
+    S: tl.constexpr = C.S
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
+    N: tl.constexpr = C.N
     head, row = tl.program_id(1), tl.program_id(2)
-    v = at_head(values, strides, S, row, head)
+    v = at_head(values, strides, S, row, head).packed
     queries = tl.num_programs(1) * GROUP
     first_query = row.to(tl.int64) * queries + head * GROUP
     member, line = tl.arange(0, M), tl.arange(0, N)
@@ -119,29 +106,30 @@ def outputs_kernel(
     first, last = _tile_range(tokens, N, UNIFORM, TAIL)
     if UNIFORM:
         if TAIL == 0 or tl.program_id(0) < tl.num_programs(0) - 1:
-            acc = uniform_init(S, M)
+            acc = C.reader.init(C)
             for tile in tl.range(first, last, num_stages=STAGES):
                 p = tl.load(pointers + (tile * N + line)[None, :], mask=mask, other=0.0).to(tl.float32) * P_FACTOR
-                prefetched = uniform_prefetch(v, S, tile * N, M, N)
-                acc = uniform_accumulate(acc, p, None, prefetched, v, S, tile, M, N, T, PRECISION)
-            uniform_store(acc, sums, lift, S, GROUP, M)
+                prefetched = C.reader.prefetch(v, tile, C)
+                acc = C.reader.accumulate(acc, (p,), None, prefetched, (), v, tile, C)
+            C.reader.store(acc, sums, lift, C)
         else:
             tail = tokens // N
-            columns = _generic_outputs(pointers, v, tail, tail + 1, tokens, S, GROUP, M, N, E, T, PRECISION, 1)
-            generic_store(columns, sums, lift, S, GROUP, M, E)
+            columns = _outputs_by_element(pointers, v, tail, tail + 1, tokens, ELEMENTS, 1)
+            ELEMENTS.reader.store(columns, sums, lift, ELEMENTS)
     else:
-        columns = _generic_outputs(pointers, v, first, last, tokens, S, GROUP, M, N, E, T, PRECISION, STAGES)
-        generic_store(columns, sums, lift, S, GROUP, M, E)
+        columns = _outputs_by_element(pointers, v, first, last, tokens, ELEMENTS, STAGES)
+        ELEMENTS.reader.store(columns, sums, lift, ELEMENTS)
 
 
 @triton.jit
-def _generic_outputs(
-    pointers, v, first, last, tokens, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    E: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _outputs_by_element(pointers, v, first, last, tokens, C: tl.constexpr, STAGES: tl.constexpr):
     """p V of tiles [first, last) times P_FACTOR, by element: column tiles [M, E]; the last tile may be partial."""
-    acc = generic_init(S, M, E)
-    mask = (tl.arange(0, M) < GROUP)[:, None]
+    S: tl.constexpr = C.S
+    E: tl.constexpr = C.E
+    N: tl.constexpr = C.N
+    T: tl.constexpr = C.T
+    acc = C.reader.init(C)
+    mask = (tl.arange(0, C.M) < C.GROUP)[:, None]
     for tile in tl.range(first, last, num_stages=STAGES):
         index = tile * N + tl.arange(0, N)
         p = (
@@ -150,10 +138,10 @@ def _generic_outputs(
         )
         token = tl.minimum(index, tokens - 1)
         new = ()
-        for j in tl.static_range(column_tiles(S, E)):
+        for j in tl.static_range(tile_count(C)):
             channel = (j * E + tl.arange(0, E))[None, :]
-            x = dequantize(v, S, token[:, None], channel, channel < S.dim)
-            new = new + (tl.dot(p.to(T), x.to(T), acc[j], input_precision=PRECISION),)
+            x = S.element(v, S, token[:, None], channel, channel < S.dim)
+            new = new + (tl.dot(p.to(T), x.to(T), acc[j], input_precision=C.PRECISION),)
         acc = new
     return acc
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,11 @@ import triton
 from torch import Tensor
 
 from kvq_kernels import tuning
-from kvq_kernels.decode_attention.arguments import pointers
+from kvq_kernels.decode_attention import by_element
+from kvq_kernels.decode_attention.arguments import pointers, side_spec
 from kvq_kernels.decode_attention.configs import choose_splits
-from kvq_kernels.decode_attention.launch import product_type, sm_count
+from kvq_kernels.decode_attention.launch import product_type, sm_count, tile_loops
 from kvq_kernels.decode_attention.parts import Side, Uniform
-from kvq_kernels.decode_attention.spec import SideSpec
-from kvq_kernels.decode_attention.uniform import uniform_fits
 from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.quantized_matvec.kernel import outputs_kernel, scores_kernel, sum_kernel
 
@@ -42,18 +42,26 @@ def constants(vectors: torch.dtype, packed: Uniform, side: str, group: int, tile
     if packed.axis == "channel" and math.gcd(packed.group, tokens) >= 16:
         tokens = math.gcd(packed.group, tokens)
     side_of_codes = Side(packed, packed.codes)  # the count is not read
-    spec = SideSpec.of(side_of_codes, dim)
-    uniform = uniform_fits(spec, "none", tokens, side == "keys")
+    spec, dtype = side_spec(side_of_codes, dim), product_type(side_of_codes, vectors)
+    keys, values = tile_loops(
+        spec,
+        spec,
+        (dtype, dtype),
+        STYLE="none",
+        WIDTH=0,
+        GROUP=group,
+        M=max(triton.next_power_of_2(group), tile["queries"]),
+        N=tokens,
+        E=max(16, min(tile["columns"], triton.next_power_of_2(dim) // 2)),
+        PRECISION="ieee",
+    )
+    loop, by_elements = (keys, by_element.KEYS) if side == "keys" else (values, by_element.VALUES)
+    uniform = loop.reader is not by_elements
     return {
-        "S": spec,
-        "GROUP": group,
-        "M": max(triton.next_power_of_2(group), tile["queries"]),
-        "N": tokens,
-        "E": max(16, min(tile["columns"], triton.next_power_of_2(dim) // 2)),
+        "C": loop,
+        "ELEMENTS": replace(loop, reader=by_elements),
         "UNIFORM": uniform,
         "TAIL": int(uniform and packed.codes.shape[2] % tokens > 0),
-        "T": product_type(side_of_codes, vectors),
-        "PRECISION": "ieee",
         "STAGES": tile["stages"],
     }
 
@@ -67,7 +75,7 @@ def arguments(vectors: Tensor, out: Tensor, packed: Uniform) -> tuple[Any, ...]:
 def plan_programs(packed: Uniform, fixed: dict[str, Any], waves: int, device: torch.device) -> int:
     """Programs that share the tokens of a kv head, the tail's included."""
     rows, heads, total, _ = packed.codes.shape
-    tiles = total // fixed["N"] if fixed["UNIFORM"] else -(-total // fixed["N"])
+    tiles = total // fixed["C"].N if fixed["UNIFORM"] else -(-total // fixed["C"].N)
     return choose_splits(rows * heads, max(1, tiles), sm_count(device), waves) + fixed["TAIL"]
 
 

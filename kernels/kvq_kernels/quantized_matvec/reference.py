@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import Uniform
-from kvq_kernels.decode_attention.reference import unpack_uniform
 
 
 def quantized_matvec_reference(vectors: Tensor, packed: Uniform, side: str, dtype: torch.dtype) -> Tensor:
@@ -15,6 +14,6 @@ def quantized_matvec_reference(vectors: Tensor, packed: Uniform, side: str, dtyp
     Packed numbers are dequantized in float32 (float64 if `dtype` is) and rounded to `dtype`, as by a cache that
     decompresses.
     """
-    numbers = unpack_uniform(packed, torch.promote_types(dtype, torch.float32)).to(dtype)  # [B, H, T, D]
+    numbers = packed.unpack(torch.promote_types(dtype, torch.float32)).to(dtype)  # [B, H, T, D]
     grouped = vectors.to(dtype).unflatten(1, (numbers.shape[1], -1))  # [B, H, Q / H, D or T]
     return (grouped @ (numbers.mT if side == "keys" else numbers)).flatten(1, 2)

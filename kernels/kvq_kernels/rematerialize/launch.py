@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.arguments import head_strides
+from kvq_kernels.decode_attention.formats.format import head_strides
 from kvq_kernels.decode_attention.launch import TYPES, capacity
 from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Rope, Uniform
 from kvq_kernels.launch_device import on_its_device

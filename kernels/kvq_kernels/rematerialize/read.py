@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
+from kvq_kernels.decode_attention.formats.codes import SUBNORMAL_SCALE
 from kvq_kernels.planar import low_bits
 from kvq_kernels.rematerialize.spec import groups, in_one_group
 

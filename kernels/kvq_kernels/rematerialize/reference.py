@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import PerHead, Rope
-from kvq_kernels.decode_attention.reference import rotate, row_tokens, unpack
+from kvq_kernels.decode_attention.reference import rotate, row_tokens
 from kvq_kernels.rematerialize.parts import Latents, Norm
 
 
@@ -58,7 +58,7 @@ def rematerialize_reference(
 def _unpacked(side: Latents, dtype: torch.dtype) -> Tensor:
     """All packed tokens with their first channel, `[B, 1, T, R]`."""
     assert not isinstance(side.held.packed, PerHead)
-    packed = unpack(side.held.packed, dtype)
+    packed = side.held.packed.unpack(dtype)
     return packed if side.first is None else torch.cat([side.first.to(dtype), packed], dim=3)
 
 

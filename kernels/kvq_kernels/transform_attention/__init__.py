@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvq_kernels.decode_attention.formats.transformed import Transform, Transformed
 from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.parts import Rope, Side
 from kvq_kernels.decode_attention.reference import decode_attention_reference
-from kvq_kernels.decode_attention.transformed import Transform, Transformed
 from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.transform_attention.checks import check_arguments
 from kvq_kernels.transform_attention.launch import new_workspace, plan_splits, run_kernels

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvq_kernels import fields
 from kvq_kernels.aot_cases import Launch, stored_bytes
+from kvq_kernels.decode_attention.formats.transformed import Operands, Transform, Transformed, operand_components
 from kvq_kernels.decode_attention.launch import HeadGroup, Workspace
 from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
 from kvq_kernels.decode_attention.parts import Pages, Rope, Side
-from kvq_kernels.decode_attention.transformed import Operands, Transform, Transformed, operand_components
 from kvq_kernels.transform_attention.arguments import arguments, constants
 from kvq_kernels.transform_attention.configs import Config
 from kvq_kernels.transform_attention.kernel import split_kernel

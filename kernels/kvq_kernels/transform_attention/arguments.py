@@ -11,12 +11,11 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.arguments import kv_heads, pointers
+from kvq_kernels.decode_attention.arguments import kv_heads, pointers, side_spec
+from kvq_kernels.decode_attention.formats.transformed import Operands, Transformed, lane_shifts
 from kvq_kernels.decode_attention.launch import NO_WINDOW, HeadGroup, Workspace, exact_type, float32_products
 from kvq_kernels.decode_attention.pages import page_strides
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
-from kvq_kernels.decode_attention.spec import SideSpec
-from kvq_kernels.decode_attention.transformed import Operands, Transformed, lane_shifts
 from kvq_kernels.transform_attention.codes import FieldSpec
 from kvq_kernels.transform_attention.configs import Config
 
@@ -120,8 +119,8 @@ def constants(query: Tensor, group: HeadGroup, rope: Rope | None, config: Config
     return {
         "KF": FieldSpec.of(packed_keys.transform.widths, packed_keys.gain is not None, config.chunks),
         "VF": FieldSpec.of(packed_values.transform.widths, packed_values.gain is not None),
-        "SK": replace(SideSpec.of(_exact_side(keys), dim), nvidia=nvidia),
-        "SV": replace(SideSpec.of(_exact_side(values), dim), nvidia=nvidia),
+        "SK": side_spec(_exact_side(keys), dim, nvidia=nvidia),
+        "SV": side_spec(_exact_side(values), dim, nvidia=nvidia),
         "STYLE": "none" if rope is None else rope.style,
         "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
         "D": dim,

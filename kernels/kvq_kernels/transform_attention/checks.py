@@ -9,10 +9,10 @@ from torch import Tensor
 from kvq_kernels import fields
 from kvq_kernels.decode_attention.arguments import kv_heads
 from kvq_kernels.decode_attention.checks import check_offset_and_out, check_per_row, check_workspace
+from kvq_kernels.decode_attention.formats.transformed import Transform, Transformed
 from kvq_kernels.decode_attention.launch import Workspace, capacity
 from kvq_kernels.decode_attention.pages import check_pages
 from kvq_kernels.decode_attention.parts import Dense, PerHead, Rope, Side
-from kvq_kernels.decode_attention.transformed import Transform, Transformed
 
 TYPES = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
 

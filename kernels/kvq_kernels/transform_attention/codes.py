@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvq_kernels import fields
-from kvq_kernels.decode_attention.transformed import operand_components
+from kvq_kernels.decode_attention.formats.transformed import operand_components
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import at_head
+from kvq_kernels.decode_attention.addresses import at_head
 from kvq_kernels.decode_attention.exact_tokens import attend_exact
 from kvq_kernels.decode_attention.kernel import share
 from kvq_kernels.decode_attention.main_loop import split_output
@@ -56,7 +56,7 @@ def split_kernel(
     value_operands,  # synthesis, mean
     shifts,  # of `lane_shifts`
     exact_keys,
-    exact_values,  # tuples of pointers, see `decode_attention.dequantize`
+    exact_values,  # `SidePointers`
     exact_key_strides,
     exact_value_strides,
     ring_size,  # tokens that the keys' and the values' ring buffers hold

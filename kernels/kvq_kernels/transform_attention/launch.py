@@ -9,12 +9,12 @@ import triton
 from torch import Tensor
 
 from kvq_kernels.decode_attention.arguments import kv_heads
+from kvq_kernels.decode_attention.formats.transformed import Transformed
 from kvq_kernels.decode_attention.launch import Workspace, capacity, combine, head_groups, sm_count
 from kvq_kernels.decode_attention.launch import run_kernels as attend_dense
 from kvq_kernels.decode_attention.pages import gathered
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
 from kvq_kernels.decode_attention.reference import unpack_side
-from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.transform_attention.arguments import EXACT_TILE, arguments, constants, window_sizes
 from kvq_kernels.transform_attention.configs import Config, choose_splits

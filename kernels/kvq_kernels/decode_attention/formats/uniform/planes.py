@@ -1,4 +1,4 @@
-"""Uniform codes as MMA operands: the arithmetic shared by keys (`uniform_keys.py`) and values (`uniform_values.py`).
+"""Uniform codes as MMA operands: the arithmetic shared by `keys.py` and `values.py`.
 
 Codes are multiplied without a conversion to float: code << r, read as the low bits of a float16, is the subnormal
 number code 2^(r - 24). Scales and zero-points are applied to queries, weights, scores or sums instead.
@@ -15,42 +15,28 @@ axes to threads, so tensors have four axes here (see `layout_hints.py`).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import SideSpec
+
+if TYPE_CHECKING:
+    from kvq_kernels.decode_attention.formats.uniform import UniformSpec
 
 #: The sign bits of both halves of a pair, as an int32.
 SIGN_MASK = tl.constexpr(0x80008000 - (1 << 32))
-#: Groups of a token at most: zero-points of all groups, times sums of queries in two parts, are one product of 16.
-MAX_GROUPS = 8
 
 
 @triton.constexpr_function
-def uniform_fits(spec: SideSpec, rope_style: str, tokens: int, keys: bool) -> bool:
-    """Whether this path reads a side: a tile has one scale per channel, or a plane one per token; no RoPE on keys."""
-    if spec.kind != "uniform" or spec.outliers or (keys and rope_style != "none"):
-        return False
-    if spec.dim * spec.field_bits % 32 or (spec.bits == 3 and spec.dim % 32) or tokens % 16:
-        return False
-    if spec.sign_bits not in (0, 16, 32):
-        return False
-    if spec.axis == "channel":
-        whole = spec.group % tokens == 0
-    else:
-        whole = spec.group % spec.words == 0 and spec.dim // spec.group <= MAX_GROUPS
-    return whole and group_fields(spec) % (fields_per_plane(spec, keys) * field_shares(spec, keys)) == 0
-
-
-@triton.constexpr_function
-def half_fields(spec: SideSpec) -> int:
+def half_fields(spec: UniformSpec) -> int:
     """Fields of half a word."""
     return 16 // spec.field_bits
 
 
 @triton.constexpr_function
-def group_fields(spec: SideSpec) -> int:
+def group_fields(spec: UniformSpec) -> int:
     """Fields of half a word that share a scale."""
     return half_fields(spec) if spec.axis == "channel" else min(half_fields(spec), spec.group // spec.words)
 
@@ -62,26 +48,26 @@ def token_threads(keys: bool) -> int:
 
 
 @triton.constexpr_function
-def words_per_thread(spec: SideSpec, keys: bool) -> int:
+def words_per_thread(spec: UniformSpec, keys: bool) -> int:
     """Neighbouring words of a token in one thread."""
     return min(2 if pairs_within_word(spec, keys) else 4, triton.next_power_of_2(-(-spec.words // token_threads(keys))))
 
 
 @triton.constexpr_function
-def pairs_within_word(spec: SideSpec, keys: bool) -> bool:
+def pairs_within_word(spec: UniformSpec, keys: bool) -> bool:
     """Whether pairs of keys are two fields of one word, however many words there are: with signs per token, the two
     sign bits are then mostly half a word of signs apart and one shift moves both into place."""
     return keys and spec.axis == "token" and spec.sign_bits > 0
 
 
 @triton.constexpr_function
-def word_runs(spec: SideSpec, keys: bool) -> int:
+def word_runs(spec: UniformSpec, keys: bool) -> int:
     """Loads that the words of a token take."""
     return -(-spec.words // (token_threads(keys) * words_per_thread(spec, keys)))
 
 
 @triton.constexpr_function
-def field_shares(spec: SideSpec, keys: bool) -> int:
+def field_shares(spec: UniformSpec, keys: bool) -> int:
     """Into how many shares a word's fields are split where there are too few words: for keys among the halves of a
     pair, for values among threads."""
     if keys:
@@ -90,7 +76,7 @@ def field_shares(spec: SideSpec, keys: bool) -> int:
 
 
 @triton.constexpr_function
-def fields_per_plane(spec: SideSpec, keys: bool) -> int:
+def fields_per_plane(spec: UniformSpec, keys: bool) -> int:
     """Fields that a plane takes so that its product has 16 channels."""
     if keys:
         return 2 if words_per_thread(spec, keys) * field_shares(spec, keys) == 2 else 1
@@ -98,13 +84,13 @@ def fields_per_plane(spec: SideSpec, keys: bool) -> int:
 
 
 @triton.constexpr_function
-def plane_count(spec: SideSpec, keys: bool) -> int:
+def plane_count(spec: UniformSpec, keys: bool) -> int:
     """Planes of a token."""
     return word_runs(spec, keys) * 2 * half_fields(spec) // (field_shares(spec, keys) * fields_per_plane(spec, keys))
 
 
 @triton.constexpr_function
-def plane_position(spec: SideSpec, keys: bool, plane: int) -> tuple[int, int, int]:
+def plane_position(spec: UniformSpec, keys: bool, plane: int) -> tuple[int, int, int]:
     """(run of words, half of the word, first field) of a plane."""
     unshared = half_fields(spec) // field_shares(spec, keys)
     first = plane * fields_per_plane(spec, keys)
@@ -115,14 +101,14 @@ def plane_position(spec: SideSpec, keys: bool, plane: int) -> tuple[int, int, in
 
 
 @triton.constexpr_function
-def plane_group(spec: SideSpec, keys: bool, plane: int) -> int:
+def plane_group(spec: UniformSpec, keys: bool, plane: int) -> int:
     """Group of channels of a plane (axis "token")."""
     _, half, field = plane_position(spec, keys, plane)
     return (field + half_fields(spec) * half) * spec.words // spec.group
 
 
 @triton.constexpr_function
-def plane_bit(spec: SideSpec, keys: bool, plane: int) -> int:
+def plane_bit(spec: UniformSpec, keys: bool, plane: int) -> int:
     """First bit of a plane in the word of signs of its group (axis "token")."""
     run, half, field = plane_position(spec, keys, plane)
     bit = (field + half_fields(spec) * half) * spec.words % spec.group
@@ -130,25 +116,25 @@ def plane_bit(spec: SideSpec, keys: bool, plane: int) -> int:
 
 
 @triton.constexpr_function
-def unshifted_fields(spec: SideSpec) -> int:
+def unshifted_fields(spec: UniformSpec) -> int:
     """Fields that end below bit 10, the top of float16's subnormal range."""
     return 4 if spec.bits == 3 else 10 // spec.bits
 
 
 @triton.constexpr_function
-def field_shift(spec: SideSpec, field: int) -> int:
+def field_shift(spec: UniformSpec, field: int) -> int:
     """How far pairs are shifted right for a field, which is then at `field_offset`."""
     return field // unshifted_fields(spec) * unshifted_fields(spec) * spec.field_bits
 
 
 @triton.constexpr_function
-def field_offset(spec: SideSpec, field: int) -> int:
+def field_offset(spec: UniformSpec, field: int) -> int:
     """Bit of a half word at which a field's code is read."""
     return field % unshifted_fields(spec) * spec.field_bits
 
 
 @triton.constexpr_function
-def field_scale(spec: SideSpec, field: int) -> float:
+def field_scale(spec: UniformSpec, field: int) -> float:
     """2^-`field_offset`: times SUBNORMAL_SCALE, turns a field's float16 numbers into its codes."""
     return 2.0 ** -field_offset(spec, field)
 
@@ -160,7 +146,7 @@ def both_halves(mask: int) -> int:
 
 
 @triton.jit
-def load_words(side, S: tl.constexpr, begin, line, static_line, word, FIRST: tl.constexpr):
+def load_words(packed, S: tl.constexpr, begin, line, static_line, word, FIRST: tl.constexpr):
     """(words, third bits) of tokens begin + line + static_line: int32 words FIRST + word, 0 beyond the last.
 
     Third bits of 3-bit codes are aligned with the words of the same channels, two bits apart as the low two are; of
@@ -169,7 +155,7 @@ def load_words(side, S: tl.constexpr, begin, line, static_line, word, FIRST: tl.
     """
     W: tl.constexpr = S.words
     ROW: tl.constexpr = S.row
-    base = side[0] + begin * ROW
+    base = packed.codes + begin * ROW
     PARTIAL: tl.constexpr = word.shape[1] * word.shape[2] * word.shape[3] > W - FIRST
     mask = word < W - FIRST if PARTIAL else None
     low = load(base + (line * ROW + word), static_line * ROW + FIRST, mask)
@@ -207,13 +193,13 @@ def pairs_to_float(codes, T: tl.constexpr):
 
 
 @triton.constexpr_function
-def has_zero_term(spec: SideSpec) -> bool:
+def has_zero_term(spec: UniformSpec) -> bool:
     """Whether dequantization adds anything to code times scale."""
     return spec.has_zero or spec.hybrid or spec.level > 0
 
 
 @triton.constexpr_function
-def zero_scale(spec: SideSpec) -> float:
+def zero_scale(spec: UniformSpec) -> float:
     """Factor from the stored number to the zero-point: -level if the scale is stored, else 1."""
     return 1.0 if spec.has_zero or spec.hybrid else -spec.level
 
@@ -233,7 +219,7 @@ def scale_magnitudes(raw, S: tl.constexpr):
 
 @triton.jit
 def zero_points(raw, stored, S: tl.constexpr):
-    """Zero-points without `zero_scale`, from stored scales and what `zero_pointer` points to."""
+    """Zero-points without `zero_scale`, from stored scales and numbers at `zero_pointer`."""
     if S.hybrid:
         return (stored & asymmetric(raw)).to(tl.float32, bitcast=True)
     else:
@@ -241,9 +227,15 @@ def zero_points(raw, stored, S: tl.constexpr):
 
 
 @triton.constexpr_function
-def zero_pointer(spec: SideSpec) -> int:
-    """Index of the side's pointer that zero-points are loaded from (see `dequantize.py`): signs, zeros or scales."""
-    return 3 if spec.hybrid else 2 if spec.has_zero else 1
+def zero_source(spec: UniformSpec) -> str:
+    """Which tensor zero-points are loaded from: "sign", "zero" or, in units of the scale, "scale"."""
+    return "sign" if spec.hybrid else "zero" if spec.has_zero else "scale"
+
+
+@triton.jit
+def zero_pointer(packed, S: tl.constexpr):
+    """Pointer of the tensor that zero-points are loaded from."""
+    return packed.sign if S.hybrid else packed.zero if S.has_zero else packed.scale
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Scores q . k of uniform codes: tokens are the rows of the products, query heads the columns.
 
-Shared arithmetic is in `uniform.py`; `uniform_values.py` is the other side.
+Shared arithmetic is in `planes.py`; `values.py` is the other side.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
-from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.uniform import (
+from kvq_kernels.decode_attention.formats.codes import SUBNORMAL_SCALE
+from kvq_kernels.decode_attention.formats.format import KeyReader
+from kvq_kernels.decode_attention.formats.shared import nothing
+from kvq_kernels.decode_attention.formats.uniform.planes import (
     field_codes,
     field_scale,
     field_shares,
@@ -34,8 +35,9 @@ from kvq_kernels.decode_attention.uniform import (
     zero_pointer,
     zero_points,
     zero_scale,
+    zero_source,
 )
-from kvq_kernels.decode_attention.vector_codebook import unstack_last
+from kvq_kernels.decode_attention.layout_hints import load, unstack_last
 
 
 @triton.jit
@@ -79,9 +81,13 @@ def as_columns(x, S: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def uniform_queries(q, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, T: tl.constexpr):
+def queries(q, C: tl.constexpr):
     """(planes, unscaled) of the queries. With scales per channel: planes [4 / V, M, 4, V] times `field_scale`, and
     without. With scales per token: planes as right operands, and the queries' sums over each group (`group_sums`)."""
+    S: tl.constexpr = C.S
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
+    T: tl.constexpr = C.T
     D: tl.constexpr = S.dim
     planes, unscaled = (), ()
     for i in tl.static_range(plane_count(S, True)):
@@ -127,10 +133,13 @@ def group_sums(q, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, T: tl.c
 
 
 @triton.jit
-def uniform_scores(
-    queries, k, S: tl.constexpr, tile, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr
-):
-    """q . k of tokens tile N, ..., tile N + N - 1, float32 [M, N]. queries: result of `uniform_queries`."""
+def scores(queries, table, k, tile, rope, start, C: tl.constexpr):
+    """See `KeyReader`. queries: of the function `queries`."""
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
+    N: tl.constexpr = C.N
+    T: tl.constexpr = C.T
+    PRECISION: tl.constexpr = C.PRECISION
     V: tl.constexpr = words_per_thread(S, True)
     static, line = tl.arange(0, N // 8)[:, None, None, None] * 8, tl.arange(0, 8)[None, :, None, None]
     thread = tl.arange(0, 4)[None, None, :, None] * V + tl.arange(0, V)
@@ -143,7 +152,7 @@ def uniform_scores(
         qk = _scores_of_channels(queries, pairs, thirds, k, S, tile, M, N, T, PRECISION)
     else:
         qk = _scores_of_tokens(queries, pairs, thirds, k, S, tile * N, line, static, M, N, T, PRECISION)
-    return tl.trans(qk)
+    return (tl.trans(qk),)
 
 
 @triton.jit
@@ -187,22 +196,22 @@ def _scores_of_channels(
     base = (tile * N // S.group) * S.dim
     negative = pairs[0]
     for i in tl.static_range(plane_count(S, True)):
-        raw = load_plane(k[1] + base, S, i, 8, 0, None)
+        raw = load_plane(k.scale + base, S, i, 8, 0, None)
         if S.sign_bits > 0:
-            words = load_plane(k[3] + base, S, i, 8, 0, None)
+            words = load_plane(k.sign + base, S, i, 8, 0, None)
             negative = _signs_of_channels(sign_words(raw, words, S), tile * N, S, N)
         x = key_operand(pairs, thirds, negative, S, i, N, T)
         a = tl.reshape(planes[i], [4 // V, M // 8, 8, 4, V]) * scale_magnitudes(raw, S).to(T)[:, None, :, :, :]
         a = as_columns(tl.reshape(a, [4 // V, M, 4, V]), S, M)
         qk = tl.dot(x, a, qk, input_precision=PRECISION)
-        if zero_pointer(S) > 1:
-            z = zero_points(raw, load_plane(k[zero_pointer(S)] + base, S, i, 8, 0, None), S).to(T)
+        if zero_source(S) != "scale":
+            z = zero_points(raw, load_plane(zero_pointer(k, S) + base, S, i, 8, 0, None), S).to(T)
             offset = tl.dot(as_rows(z), as_columns(unscaled[i], S, M), offset, input_precision=PRECISION)
         elif has_zero_term(S):
             # From the rounded factors of the codes: most of the two sums cancels.
             level = tl.full([4 // V, 8, 4, V], zero_scale(S), tl.float32) / (plane_scales(S, i) * SUBNORMAL_SCALE)
             offset = tl.dot(as_rows(level.to(T)), a, offset, input_precision=PRECISION)
-    if zero_pointer(S) == 1:
+    if zero_source(S) == "scale":
         offset *= SUBNORMAL_SCALE
     qk = tl.reshape(qk, [N // 16, 16, M]) * SUBNORMAL_SCALE + offset[None, :, :]
     return tl.reshape(qk, [N, M])
@@ -226,19 +235,19 @@ def _scores_of_tokens(
     COUNT: tl.constexpr = S.dim // S.group
     WIDE: tl.constexpr = triton.next_power_of_2(COUNT)
     planes, sums = queries
-    base = k[1] + begin * COUNT
+    base = k.scale + begin * COUNT
     group = tl.arange(0, WIDE) + 0 * tl.arange(0, 4)[None, None, :, None]
     mask = group < COUNT if WIDE > COUNT else None
     raw = load(base + (line * COUNT + group), static * COUNT, mask)
     s = unstack_last(tl.reshape(scale_magnitudes(raw, S).to(tl.float32) * SUBNORMAL_SCALE, [N, 4, WIDE]), N, 4, WIDE)
     words = s
     if S.sign_bits > 0:
-        words = load(k[3] + begin * COUNT + (line * COUNT + group), static * COUNT, mask)
+        words = load(k.sign + begin * COUNT + (line * COUNT + group), static * COUNT, mask)
         words = unstack_last(tl.reshape(sign_words(raw, words, S), [N, 4, WIDE]), N, 4, WIDE)
     qk = tl.zeros([N, M], tl.float32)
     if has_zero_term(S):
         group = tl.arange(0, 4)[None, None, :, None] * 2 + tl.arange(0, 2)
-        stored = load(k[zero_pointer(S)] + begin * COUNT + (line * COUNT + group), static * COUNT, group < COUNT)
+        stored = load(zero_pointer(k, S) + begin * COUNT + (line * COUNT + group), static * COUNT, group < COUNT)
         if S.hybrid:
             raw = load(base + (line * COUNT + group), static * COUNT, group < COUNT)
             z = zero_points(raw, stored, S).to(T)
@@ -268,3 +277,6 @@ def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
     thread = tl.arange(0, 4)[None, None, :, None]
     words = tl.reshape(words, [N // 8, 8, 4, 1]) >> (words_per_thread(S, True) * thread)
     return pair_up(words, words >> (group_fields(S) // 2 * S.words))
+
+
+KEYS = KeyReader("uniform.keys", subtiles=False, table=nothing, queries=queries, scores=scores)

@@ -1,6 +1,6 @@
 """p V of uniform codes: channels are the rows of the products, query heads the columns, tokens the inner dimension.
 
-Shared arithmetic is in `uniform.py`, loads per channel in `uniform_rows.py`; `uniform_keys.py` is the other side.
+Shared arithmetic is in `planes.py`, loads per channel in `rows.py`; `keys.py` is the other side.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.uniform import (
+from kvq_kernels.decode_attention.formats.format import ValueReader
+from kvq_kernels.decode_attention.formats.shared import nothing
+from kvq_kernels.decode_attention.formats.uniform.planes import (
     field_codes,
     field_shares,
     fields_per_plane,
@@ -30,8 +31,9 @@ from kvq_kernels.decode_attention.uniform import (
     zero_pointer,
     zero_points,
     zero_scale,
+    zero_source,
 )
-from kvq_kernels.decode_attention.uniform_rows import (
+from kvq_kernels.decode_attention.formats.uniform.rows import (
     all_rows_valid,
     as_factors,
     load_rows,
@@ -40,12 +42,14 @@ from kvq_kernels.decode_attention.uniform_rows import (
     row_scales,
     row_valid,
 )
-from kvq_kernels.decode_attention.vector_codebook import unstack_last
+from kvq_kernels.decode_attention.layout_hints import load, unstack_last
 
 
 @triton.jit
-def uniform_init(S: tl.constexpr, M: tl.constexpr):
+def init(C: tl.constexpr):
     """Empty accumulator: a plane each [rows, M], and with scales per token the sums of p times zero-points."""
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
     planes = ()
     for _ in tl.static_range(plane_count(S, False)):
         planes = planes + (tl.zeros([plane_rows(S), M], tl.float32),)
@@ -56,14 +60,18 @@ def uniform_init(S: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def uniform_prefetch(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr):
-    """Loads for `uniform_accumulate` of tokens begin, ..., begin + N - 1: (words, third bits, and with scales per token
+def prefetch(v, tile, C: tl.constexpr):
+    """Loads for `accumulate` of tile `tile`: (words, third bits, and with scales per token
     scales, zero-points, words of signs).
 
     Issued before the softmax, to overlap with it, but after the scores: Triton then keeps the layout of these loads.
     """
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
+    N: tl.constexpr = C.N
     V: tl.constexpr = words_per_thread(S, False)
     WORDS: tl.constexpr = 8 // field_shares(S, False)
+    begin = tile * N
     static = tl.arange(0, N // 4)[:, None, None, None]
     static = static % 2 * (N // 2) + static // 4 * 8 + static // 2 % 2
     line = tl.arange(0, 4)[None, None, :, None] * 2
@@ -78,17 +86,17 @@ def uniform_prefetch(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr
         COUNT: tl.constexpr = S.dim // S.group
         WIDE: tl.constexpr = triton.next_power_of_2(COUNT)
         group = tl.arange(0, WIDE)[None, None, None, :] + 0 * tl.arange(0, M)[None, :, None, None]
-        s = scale_magnitudes(load_groups(v[1] + begin * COUNT, line, static, group, S), S)
+        s = scale_magnitudes(load_groups(v.scale + begin * COUNT, line, static, group, S), S)
         if S.sign_bits > 0:
             group = tl.arange(0, WIDE)[None, None, None, :] + 0 * tl.arange(0, 8)[None, :, None, None]
-            raw = load_groups(v[1] + begin * COUNT, line, static, group, S)
-            negative = sign_words(raw, load_groups(v[3] + begin * COUNT, line, static, group, S), S)
+            raw = load_groups(v.scale + begin * COUNT, line, static, group, S)
+            negative = sign_words(raw, load_groups(v.sign + begin * COUNT, line, static, group, S), S)
         if has_zero_term(S):
             # As rows of a product: the last group is repeated.
             group = tl.max_contiguous(tl.minimum(tl.arange(0, 8)[None, :, None, None], COUNT - 1), [1, 1, 1, 1])
-            z = load_groups(v[zero_pointer(S)] + begin * COUNT, line, static, group, S)
+            z = load_groups(zero_pointer(v, S) + begin * COUNT, line, static, group, S)
             if S.hybrid:
-                z = zero_points(load_groups(v[1] + begin * COUNT, line, static, group, S), z, S)
+                z = zero_points(load_groups(v.scale + begin * COUNT, line, static, group, S), z, S)
     return words, thirds, s, z, negative
 
 
@@ -100,21 +108,23 @@ def load_groups(pointer, line, static, group, S: tl.constexpr):
 
 
 @triton.jit
-def uniform_accumulate(
-    acc, p, alpha, loaded, v, S: tl.constexpr, tile, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def accumulate(acc, p, alpha, prefetched, table, v, tile, C: tl.constexpr):
     """acc alpha + p V. acc: planes [rows, M], and with scales per token sums of p times zero-points [16, M]; the planes
     are then without `row_scales`."""
-    words, third_words, s, z, negative = loaded
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
+    N: tl.constexpr = C.N
+    T: tl.constexpr = C.T
+    PRECISION: tl.constexpr = C.PRECISION
+    words, third_words, s, z, negative = prefetched
     pairs, thirds = (), ()
     for x in tl.static_range(word_runs(S, False)):
         pairs = pairs + value_pairs(words[x], S, N)
         thirds = thirds + value_pairs(third_words[x], S, N)
     if S.axis == "channel":
-        return _values_of_channels(acc, p, alpha, pairs, thirds, v, S, tile, M, N, T, PRECISION)
+        return _values_of_channels(acc, p[0], alpha, pairs, thirds, v, S, tile, M, N, T, PRECISION)
     else:
-        return _values_of_tokens(acc, p, alpha, pairs, thirds, s, z, negative, S, M, N, T, PRECISION)
+        return _values_of_tokens(acc, p[0], alpha, pairs, thirds, s, z, negative, S, M, N, T, PRECISION)
 
 
 @triton.jit
@@ -178,14 +188,14 @@ def _values_of_channels(
     new = ()
     negative = pairs[0]
     for i in tl.static_range(plane_count(S, False)):
-        raw = load_rows(v[1] + base, S, i)
-        stored = raw if zero_pointer(S) < 2 else load_rows(v[zero_pointer(S)] + base, S, i)
+        raw = load_rows(v.scale + base, S, i)
+        stored = raw if zero_source(S) == "scale" else load_rows(zero_pointer(v, S) + base, S, i)
         if S.sign_bits > 0:
-            words = stored if zero_pointer(S) == 3 else load_rows(v[3] + base, S, i)
+            words = stored if zero_source(S) == "sign" else load_rows(v.sign + base, S, i)
             negative = _signs_of_channels(sign_words(raw, words, S), tile * N, S, N)
         x = value_operand(pairs, thirds, negative, S, i, N, T)
         s = as_factors(scale_magnitudes(raw, S), S) * row_scales(S, i, register[:, None, None, None, None])
-        if zero_pointer(S) > 1:
+        if zero_source(S) != "scale":
             x = tl.reshape(tl.dot(x, columns, input_precision=PRECISION), [REGISTERS, 8, M // 8, 4, 2]) * s
             x += tl.reshape(p_sum, [1, 1, M // 8, 4, 2]) * as_factors(zero_points(raw, stored, S), S)
         else:
@@ -266,8 +276,11 @@ def rescaled(sums, alpha):
 
 
 @triton.jit
-def uniform_store(acc, out, l_i, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """Store acc / l_i at the pointers `out` [M]."""
+def store(acc, out, l_i, C: tl.constexpr):
+    """See `ValueReader`."""
+    S: tl.constexpr = C.S
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
     planes, offsets = acc
     member, row = tl.arange(0, M)[None, :], tl.arange(0, plane_rows(S))
     for i in tl.static_range(plane_count(S, False)):
@@ -280,3 +293,14 @@ def uniform_store(acc, out, l_i, S: tl.constexpr, GROUP: tl.constexpr, M: tl.con
         if not all_rows_valid(S):
             mask &= row_valid(S, i, row % 8, row // 8)[:, None]
         tl.store(out[None, :] + (channel + static)[:, None], x / l_i[None, :], mask=mask)
+
+
+VALUES = ValueReader(
+    "uniform.values",
+    subtiles=False,
+    table=nothing,
+    init=init,
+    prefetch=prefetch,
+    accumulate=accumulate,
+    store=store,
+)

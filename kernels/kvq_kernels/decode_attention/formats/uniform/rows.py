@@ -1,18 +1,18 @@
 """Channels of a plane of uniform values: loads per channel in the layout of the products' rows.
 
-Row 8 m + r of a plane belongs to thread r, whose register m it is. See `uniform.py`, and `uniform_values.py`, which
-calls this.
+Row 8 m + r of a plane belongs to thread r, whose register m it is. See `planes.py`, and `values.py`, which calls
+this.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
-from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import SideSpec
-from kvq_kernels.decode_attention.uniform import (
+from kvq_kernels.decode_attention.formats.codes import SUBNORMAL_SCALE
+from kvq_kernels.decode_attention.formats.uniform.planes import (
     field_scale,
     field_shares,
     fields_per_plane,
@@ -22,10 +22,14 @@ from kvq_kernels.decode_attention.uniform import (
     word_runs,
     words_per_thread,
 )
+from kvq_kernels.decode_attention.layout_hints import load
+
+if TYPE_CHECKING:
+    from kvq_kernels.decode_attention.formats.uniform import UniformSpec
 
 
 @triton.constexpr_function
-def plane_rows(spec: SideSpec) -> int:
+def plane_rows(spec: UniformSpec) -> int:
     """Channels of a plane."""
     return 8 * max(2, words_per_thread(spec, False))
 
@@ -42,7 +46,7 @@ def row_channels(S: tl.constexpr, plane: tl.constexpr, thread, register):
 
 
 @triton.constexpr_function
-def all_rows_valid(spec: SideSpec) -> bool:
+def all_rows_valid(spec: UniformSpec) -> bool:
     """Whether every row of every plane has a channel."""
     return word_runs(spec, False) * (8 // field_shares(spec, False)) * words_per_thread(spec, False) == spec.words
 

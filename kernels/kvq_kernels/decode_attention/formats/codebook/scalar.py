@@ -1,6 +1,6 @@
 """Scalar codebooks of at most 16 entries shared by all channels: numbers are looked up in registers (KVQuant).
 
-`byte_permute.py` does the lookup; `vector_codebook.py` is the path for codes of several numbers.
+`byte_permute.py` does the lookup; `vector.py` is the path for codes of several numbers.
 
 As there, numbers are made by the threads that hold them as MMA operands: for keys 8 rows x 4 threads, for values 8
 threads of words x 4 of rows. The two numbers of a register come from two words (of one token, or from the same position
@@ -9,26 +9,27 @@ of two tokens), so that their partners in rotations and sums are neighbours, too
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.byte_permute import decode_one_word, decode_two_words, fields
+from kvq_kernels.decode_attention.formats.codebook.byte_permute import (
+    decode_one_word,
+    decode_two_words,
+    fields,
+    load_table,
+)
+from kvq_kernels.decode_attention.formats.codebook.vector import whole_queries
+from kvq_kernels.decode_attention.formats.format import KeyReader, ValueReader
+from kvq_kernels.decode_attention.formats.shared import no_prefetch
 from kvq_kernels.decode_attention.layout_hints import load, load_fields
 from kvq_kernels.decode_attention.rope import STEP, unrotate
-from kvq_kernels.decode_attention.spec import SideSpec
-from kvq_kernels.decode_attention.vector_codebook import subtile_tokens
+from kvq_kernels.decode_attention.subtiles import subtile_tokens
 
-
-@triton.constexpr_function
-def scalar_codebook_fits(spec: SideSpec, style: str, width: int, dtype: tl.dtype, keys: bool) -> bool:
-    """Whether this path reads a side: one codebook of at most 16 entries for all channels, words that divide among 4
-    threads, and both channels of a rotated pair in the same word."""
-    fits = spec.kind == "codebook" and spec.nvidia and spec.tokens * spec.channels == 1
-    fits = fits and spec.book_channels == spec.dim and spec.bits <= 4 and dtype == tl.float16
-    fits = fits and spec.words in (4, 8, 16, 32) and spec.words * fields(spec) == spec.dim
-    if not keys:
-        return fits and not spec.has_std
-    return fits and not spec.token_scaled and (style == "none" or style == "half" and width % (2 * spec.words) == 0)
+if TYPE_CHECKING:
+    from kvq_kernels.decode_attention.formats.codebook import CodebookSpec
+    from kvq_kernels.decode_attention.formats.format import TileLoop
 
 
 @triton.jit
@@ -64,19 +65,19 @@ def decode_key_fields(codes, table, S: tl.constexpr, line):
 
 
 @triton.constexpr_function
-def fields_per_product(spec: SideSpec) -> int:
+def fields_per_product(spec: CodebookSpec) -> int:
     """Fields in one product with queries."""
     return max(1, 16 // spec.words)
 
 
 @triton.constexpr_function
-def rotated_fields(spec: SideSpec, style: str, width: int) -> int:
+def rotated_fields(spec: CodebookSpec, style: str, width: int) -> int:
     """Pairs of fields that RoPE rotates; also the distance between the two fields of a pair."""
     return 0 if style == "none" else width // 2 // spec.words
 
 
 @triton.constexpr_function
-def paired_field(spec: SideSpec, rotated: int, pair: int, second: bool) -> int:
+def paired_field(spec: CodebookSpec, rotated: int, pair: int, second: bool) -> int:
     """First or second field of a pair: rotated pairs come first, then pairs of the other fields."""
     if pair < rotated:
         return pair + rotated if second else pair
@@ -133,23 +134,31 @@ def unrotated_queries(
 
 
 @triton.jit
-def scalar_codebook_scores(
-    q, table, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q . k of the tile that starts at packed token `begin`: L subtiles, float32 [M, R] each."""
+def scores(q, table, k, tile, rope, start, C: tl.constexpr):
+    """See `KeyReader`."""
+    S: tl.constexpr = C.S
+    STYLE: tl.constexpr = C.STYLE
+    WIDTH: tl.constexpr = C.WIDTH
+    GROUP: tl.constexpr = C.GROUP
+    M: tl.constexpr = C.M
+    L: tl.constexpr = C.L
+    R: tl.constexpr = C.R
+    BLOCK: tl.constexpr = C.BLOCK
+    T: tl.constexpr = C.T
+    PRECISION: tl.constexpr = C.PRECISION
+    begin = tile * C.N
     W: tl.constexpr = S.words
     ROTATED: tl.constexpr = rotated_fields(S, STYLE, WIDTH)
     line = tl.arange(0, R // 8)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     word = key_words(S)
-    codes = k[0] + begin * S.row
+    codes = k.codes + begin * S.row
     tl.debug_barrier()  # keeps loop-invariant loads from being hoisted, which would spill
     queries = unrotated_queries(q, S, rope, start + begin, STYLE, WIDTH, GROUP, M, T)
     if S.has_std:
         row0 = tl.zeros([1, 8, 1, 1], tl.int32)  # the same for all rows
         std, mean = (
-            load_fields(k[3] + row0, word, 0, fields(S), W),
-            load_fields(k[2] + row0, word, 0, fields(S), W),
+            load_fields(k.std + row0, word, 0, fields(S), W),
+            load_fields(k.mean + row0, word, 0, fields(S), W),
         )
     FIELDS_AT_ONCE: tl.constexpr = 4 if S.outliers > 0 else ROTATED  # outliers need registers, too
     qk = ()
@@ -182,20 +191,21 @@ def scalar_codebook_scores(
 
 
 @triton.constexpr_function
-def scalar_tile_count(spec: SideSpec) -> int:
+def tile_count(constants: TileLoop) -> int:
     """Accumulator tiles of values, of 16 or 32 channels."""
+    spec: CodebookSpec = constants.S
     return spec.dim // max(16, spec.words)
 
 
 @triton.jit
-def scalar_tile_channels(i: tl.constexpr, S: tl.constexpr):
+def tile_channels(i: tl.constexpr, S: tl.constexpr):
     """Channels of accumulator tile i."""
     row = tl.arange(0, max(16, S.words))
-    return scalar_tile_channel(i, row // 8, row % 8, S)
+    return tile_channel(i, row // 8, row % 8, S)
 
 
 @triton.jit
-def scalar_tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
+def tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
     """Channel of accumulator tile i in row `register` of each of 8 threads."""
     W: tl.constexpr = S.words
     B: tl.constexpr = max(1, W // 8)
@@ -207,19 +217,23 @@ def scalar_tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
 
 
 @triton.constexpr_function
-def scalar_tile_steps(index: int, spec: SideSpec) -> tuple[int, ...]:
+def tile_steps(index: int, constants: TileLoop) -> tuple[int, ...]:
     """Distances in channels from a thread's first row of tile 0 to each of its rows of tile `index`."""
-    if spec.words > 8:
-        return tuple(index * spec.words + row for row in range(spec.words // 8))
-    return tuple((2 * index + row) * spec.words for row in range(2))
+    spec: CodebookSpec = constants.S
+    words = spec.words
+    if words > 8:
+        return tuple(index * words + row for row in range(words // 8))
+    return tuple((2 * index + row) * words for row in range(2))
 
 
 @triton.jit
-def scalar_codebook_init(S: tl.constexpr, M: tl.constexpr):
+def init(C: tl.constexpr):
     """Empty accumulator: tiles, and the sums of p times zero-points [M]."""
+    M: tl.constexpr = C.M
+    WORDS: tl.constexpr = C.S.words
     sums = ()
-    for _ in tl.static_range(scalar_tile_count(S)):
-        sums = sums + (tl.zeros([max(16, S.words), M], tl.float32),)
+    for _ in tl.static_range(tile_count(C)):
+        sums = sums + (tl.zeros([max(16, WORDS), M], tl.float32),)
     return sums, tl.zeros([M], tl.float32)
 
 
@@ -254,29 +268,34 @@ def _halves(x, R: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def scalar_codebook_accumulate(
-    acc, table, p, alpha, v, S: tl.constexpr, begin, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc alpha + p V, sum_t p (s c + z) = sum_t (p s) c + sum_t p z with s, z per token: accumulator tiles float32
-    [channels of `scalar_tile_channels`, M], and the second sum [M], which all channels share."""
+def accumulate(acc, p, alpha, prefetched, table, v, tile, C: tl.constexpr):
+    """See `ValueReader`: sum_t p (s c + z) = sum_t (p s) c + sum_t p z with s, z per token: accumulator tiles float32
+    [channels of `tile_channels`, M], and the second sum [M], which all channels share."""
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
+    L: tl.constexpr = C.L
+    R: tl.constexpr = C.R
+    BLOCK: tl.constexpr = C.BLOCK
+    T: tl.constexpr = C.T
+    PRECISION: tl.constexpr = C.PRECISION
+    begin = tile * C.N
     W: tl.constexpr = S.words
     sums, offset = acc
     tl.debug_barrier()  # not while keys still fill the registers
     shifts = tl.zeros([M, R], tl.float32)
     parts = ()
-    for j in tl.static_range(scalar_tile_count(S)):
+    for j in tl.static_range(tile_count(C)):
         parts = parts + (sums[j] * alpha[None, :],)
     for i in tl.static_range(L):
         w = p[i]
         if S.token_scaled:
             token = begin + subtile_tokens(tl.arange(0, R), i, R, BLOCK)
-            shifts += w * tl.load(v[5] + token).to(tl.float32)[None, :]
-            w *= tl.load(v[4] + token).to(tl.float32)[None, :]
+            shifts += w * tl.load(v.token_zero + token).to(tl.float32)[None, :]
+            w *= tl.load(v.token_scale + token).to(tl.float32)[None, :]
         w = tl.trans(w.to(T))
-        x = decode_value_fields(v[0], table, S, begin, i, R, BLOCK)
+        x = decode_value_fields(v.codes, table, S, begin, i, R, BLOCK)
         new = ()
-        for j in tl.static_range(scalar_tile_count(S)):
+        for j in tl.static_range(tile_count(C)):
             if W <= 8:
                 x_t = tl.reshape(tl.join(x[2 * j], x[2 * j + 1]), [R // 16, 2, 8, 4, 2, 2])
                 x_t = tl.permute(x_t, (5, 2, 0, 3, 1, 4))
@@ -289,10 +308,35 @@ def scalar_codebook_accumulate(
 
 
 @triton.jit
-def scalar_codebook_store(acc, out, l_i, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """Store acc / l_i at the pointers `out` [M]."""
+def store(acc, out, l_i, C: tl.constexpr):
+    """See `ValueReader`."""
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
     sums, offset = acc
-    for j in tl.static_range(scalar_tile_count(S)):
-        channel = scalar_tile_channels(j, S)
-        mask = (tl.arange(0, M)[None, :] < GROUP) & (channel[:, None] >= 0)
+    for j in tl.static_range(tile_count(C)):
+        channel = tile_channels(j, S)
+        mask = (tl.arange(0, M)[None, :] < C.GROUP) & (channel[:, None] >= 0)
         tl.store(out[None, :] + channel[:, None], (sums[j] + offset[None, :]) / l_i[None, :], mask=mask)
+
+
+@triton.jit
+def first_channel(thread, C: tl.constexpr):
+    """Channel of row 0 of accumulator tile 0 in each of 8 threads."""
+    S: tl.constexpr = C.S
+    return tile_channel(0, 0, thread, S)
+
+
+KEYS = KeyReader("codebook.scalar.keys", subtiles=True, table=load_table, queries=whole_queries, scores=scores)
+VALUES = ValueReader(
+    "codebook.scalar.values",
+    subtiles=True,
+    table=load_table,
+    init=init,
+    prefetch=no_prefetch,
+    accumulate=accumulate,
+    store=store,
+    tiles=tile_count,
+    steps=tile_steps,
+    channel=first_channel,
+    paired=True,
+)

@@ -1,9 +1,8 @@
 """Vector codebooks of 256 float16 entries: one load of 4, 8 or 16 bytes per code brings all numbers of its block.
 
-`uniform.py` explains the layouts; `scalar_codebook.py` is the path for codebooks of single numbers.
+`uniform.planes` explains the layouts; `scalar.py` is the path for codebooks of single numbers.
 
-A tile of the main loop is split into subtiles of 16 tokens so that the tokens of a code are in the same row of
-different subtiles (see `subtile_tokens`): softmax does not depend on their order. With RoPE the key of token t of a
+The tokens of a code are in the same row of different subtiles, see `subtiles.py`. With RoPE the key of token t of a
 code is R(start) R(t) R(within) x, where `within` is the position of the code's first token in the tile: the first two
 rotations are undone on the query, once for all codes.
 
@@ -13,30 +12,44 @@ for values 8 threads of neighbouring codes x 4 of neighbouring rows.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.layout_hints import load, load_once
+from kvq_kernels.decode_attention.formats.format import KeyReader, ValueReader
+from kvq_kernels.decode_attention.formats.shared import no_prefetch, nothing
+from kvq_kernels.decode_attention.layout_hints import load, load_once, unstack_last
 from kvq_kernels.decode_attention.rope import STEP, half_pairs, load_cos_sin, unrotate_by_row
-from kvq_kernels.decode_attention.spec import SideSpec, key_vector, needs_fence, value_vector
+from kvq_kernels.decode_attention.subtiles import SUBTILE, subtile_tokens
 
-#: Tokens of a subtile: the inner dimension of a product p V.
-SUBTILE = tl.constexpr(16)
+if TYPE_CHECKING:
+    from kvq_kernels.decode_attention.formats.codebook import CodebookSpec
+    from kvq_kernels.decode_attention.formats.format import TileLoop
 
 
 @triton.constexpr_function
-def vector_codebook_fits(spec: SideSpec, style: str, width: int, keys: bool) -> bool:
-    """Whether this path reads a side: 256 entries of 2, 4 or 8 float16 numbers, whole planes, and no code with both
-    channels of a rotated pair."""
-    size = spec.tokens * spec.channels
-    fits = spec.kind == "codebook" and spec.bits == 8 and spec.fp16_centroids and not spec.token_scaled
-    fits = fits and size in (2, 4, 8) and spec.book_channels % spec.channels == 0
-    if not keys:
-        return fits and spec.dim % (8 * value_vector(spec) * spec.channels) == 0
-    plane = 4 * key_vector(spec)
-    if style == "none":
-        return fits and spec.dim % plane == 0
-    return fits and spec.dim % (2 * plane) == 0 and style == "half" and width // 2 % spec.channels == 0
+def key_vector(spec: CodebookSpec) -> int:
+    """Neighbouring numbers of a key in one thread: in Triton's MMA operand layout 32 bits of the codes that the operand
+    was converted from."""
+    return 4 if spec.channels == 1 else 8
+
+
+@triton.constexpr_function
+def value_vector(spec: CodebookSpec) -> int:
+    """Neighbouring codes of a row of values in one thread."""
+    return 4 if spec.dim // spec.channels % 32 == 0 else 2
+
+
+@triton.constexpr_function
+def needs_fence(spec: CodebookSpec, keys: bool, index: int, plane: int) -> bool:
+    """Whether load `index` of plane `plane` gets a scheduling fence before it: loads between two fences, with their
+    conversions, take about 64 registers."""
+    if keys:
+        count = 8 // spec.tokens if spec.channels == 1 else max(1, 2 // spec.tokens)
+    else:
+        count = max(1, 32 // (value_vector(spec) * spec.tokens * spec.channels))
+    return spec.fenced and index + plane > 0 and index % count == 0
 
 
 @triton.jit
@@ -52,7 +65,7 @@ def fence(begin, ENABLED: tl.constexpr):
 
 
 @triton.jit
-def load_entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr):
+def load_entries(packed, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr):
     """float16 [B, A, 8, 4, tokens, channels]: codebook entries of the codes in rows `row` [A, 8 or 1, 4 or 1, 1] and
     columns FIRST + `column` [1, 8 or 1, 4 or 1, B]."""
     C: tl.constexpr = S.channels
@@ -62,34 +75,14 @@ def load_entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr)
     book = tl.permute((FIRST + column) * C // S.book_channels * 256, (3, 0, 1, 2))
     # Index whole entries (or halves): shift and add are then one instruction.
     if SIZE == 2:
-        pointers = side[1].to(tl.pointer_type(tl.int32), bitcast=True) + book + code.to(tl.uint32)
+        pointers = packed.centroids.to(tl.pointer_type(tl.int32), bitcast=True) + book + code.to(tl.uint32)
     else:
-        pointers = (
-            side[1].to(tl.pointer_type(tl.int64), bitcast=True) + book * (SIZE // 4) + code.to(tl.uint32) * (SIZE // 4)
-        )
+        entries = packed.centroids.to(tl.pointer_type(tl.int64), bitcast=True)
+        pointers = entries + book * (SIZE // 4) + code.to(tl.uint32) * (SIZE // 4)
     pointers = pointers.to(tl.pointer_type(tl.float16), bitcast=True)
     pointers = tl.multiple_of(pointers, (2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE))
     x = load(pointers[:, :, :, :, None], tl.arange(0, SIZE)[None, None, None, None, :])
     return tl.reshape(x, [code.shape[0], code.shape[1], 8, 4, S.tokens, C])
-
-
-@triton.jit
-def unstack_last(x, A: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr):
-    """x [A, B, COUNT] as a tuple of COUNT tensors [A, B]."""
-    if COUNT == 1:
-        return (tl.reshape(x, [A, B]),)
-    elif COUNT == 2:
-        return tl.split(x)
-    elif COUNT == 4:
-        even, odd = tl.split(tl.reshape(x, [A, B, 2, 2]))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        return x0, x1, x2, x3
-    else:
-        even, odd = tl.split(tl.reshape(x, [A, B, 4, 2]))
-        x0, x2, x4, x6 = unstack_last(even, A, B, 4)
-        x1, x3, x5, x7 = unstack_last(odd, A, B, 4)
-        return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
@@ -117,16 +110,10 @@ def replace_item(tiles, i: tl.constexpr, tile):
 
 
 @triton.jit
-def subtile_tokens(line, i: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Positions in a tile of the tokens in rows `line` of subtile i: every R blocks of tokens are BLOCK subtiles."""
-    return line * BLOCK + (i // BLOCK * (R * BLOCK) + i % BLOCK)
-
-
-@triton.jit
-def denormalize(x, side, S: tl.constexpr, channel):
+def denormalize(x, packed, S: tl.constexpr, channel):
     """x std + mean where the side has them, else x."""
     if S.has_std:
-        return tl.fma(x, tl.load(side[3] + channel).to(x.dtype), tl.load(side[2] + channel).to(x.dtype))
+        return tl.fma(x, tl.load(packed.std + channel).to(x.dtype), tl.load(packed.mean + channel).to(x.dtype))
     else:
         return x
 
@@ -161,11 +148,18 @@ def unrotated_queries(
 
 
 @triton.jit
-def vector_codebook_scores(
-    q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q . k of the tile that starts at packed token `begin`: L subtiles, float32 [M, SUBTILE] each."""
+def scores(q, table, k, tile, rope, start, CONST: tl.constexpr):
+    """See `KeyReader`."""
+    S: tl.constexpr = CONST.S
+    STYLE: tl.constexpr = CONST.STYLE
+    WIDTH: tl.constexpr = CONST.WIDTH
+    GROUP: tl.constexpr = CONST.GROUP
+    M: tl.constexpr = CONST.M
+    L: tl.constexpr = CONST.L
+    BLOCK: tl.constexpr = CONST.BLOCK
+    T: tl.constexpr = CONST.T
+    PRECISION: tl.constexpr = CONST.PRECISION
+    begin = tile * CONST.N
     D: tl.constexpr = S.dim
     C: tl.constexpr = S.channels
     TOKENS: tl.constexpr = S.tokens
@@ -180,11 +174,11 @@ def vector_codebook_scores(
     thread = thread[None, None, :, None]
     channel_in_plane, code = thread * V + tl.arange(0, V), thread * (V // C) + tl.arange(0, V // C)
     mask = (member < GROUP) & (channel_in_plane >= 0)
-    codes = k[0] + begin // TOKENS * (D // C)
+    codes = k.codes + begin // TOKENS * (D // C)
     tl.debug_barrier()  # keeps loop-invariant loads from being hoisted
-    scores = ()
+    sums = ()
     for _ in tl.static_range(L):
-        scores = scores + (tl.zeros([SUBTILE, M], tl.float32),)
+        sums = sums + (tl.zeros([SUBTILE, M], tl.float32),)
     if STYLE == "none":
         for j in tl.static_range(D // PLANE):
             channel = j * PLANE + channel_in_plane
@@ -194,8 +188,8 @@ def vector_codebook_scores(
                 row = subtile_tokens(line, h * TOKENS, SUBTILE, BLOCK) // TOKENS
                 x = key_operands(decode_keys(k, S, codes, row, code, channel, T, j * PLANE // C), S)
                 for t in tl.static_range(TOKENS):
-                    s = tl.dot(x[t], a, scores[h * TOKENS + t], input_precision=PRECISION)
-                    scores = replace_item(scores, h * TOKENS + t, s)
+                    s = tl.dot(x[t], a, sums[h * TOKENS + t], input_precision=PRECISION)
+                    sums = replace_item(sums, h * TOKENS + t, s)
     else:
         coarse = rope[0] + (start + begin) // STEP * WIDTH
         fine = rope[1] + (start + begin) % STEP * WIDTH
@@ -223,30 +217,30 @@ def vector_codebook_scores(
                     fence(begin, L == TOKENS)  # of long codes: rotate queries after keys
                     unrotated = unrotated_queries(q, rope, coarse, fine, pair, c1, c2, S, WIDTH, GROUP, M, T)
                 for t in tl.static_range(TOKENS):
-                    s = tl.dot(y1[t], unrotated[2 * t], scores[h * TOKENS + t], input_precision=PRECISION)
+                    s = tl.dot(y1[t], unrotated[2 * t], sums[h * TOKENS + t], input_precision=PRECISION)
                     s = tl.dot(y2[t], unrotated[2 * t + 1], s, input_precision=PRECISION)
-                    scores = replace_item(scores, h * TOKENS + t, s)
+                    sums = replace_item(sums, h * TOKENS + t, s)
     qk = ()
     for i in tl.static_range(L):
-        qk = qk + (tl.trans(scores[i]),)
+        qk = qk + (tl.trans(sums[i]),)
     return qk
 
 
 @triton.constexpr_function
-def vector_tile_count(spec: SideSpec) -> int:
+def tile_count(constants: TileLoop) -> int:
     """Accumulator tiles of values."""
-    return spec.dim // (8 * value_vector(spec))
+    return constants.S.dim // (8 * value_vector(constants.S))
 
 
 @triton.jit
-def vector_tile_channels(i: tl.constexpr, S: tl.constexpr):
+def tile_channels(i: tl.constexpr, S: tl.constexpr):
     """Channels of accumulator tile i: one of each of its codes."""
     row = tl.arange(0, 8 * value_vector(S))
-    return vector_tile_channel(i, row // 8, row % 8, S)
+    return tile_channel(i, row // 8, row % 8, S)
 
 
 @triton.jit
-def vector_tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
+def tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
     """Channel of accumulator tile i in row `register` of each of 8 threads."""
     B: tl.constexpr = value_vector(S)
     C: tl.constexpr = S.channels
@@ -254,27 +248,32 @@ def vector_tile_channel(i: tl.constexpr, register, thread, S: tl.constexpr):
 
 
 @triton.constexpr_function
-def vector_tile_steps(index: int, spec: SideSpec) -> tuple[int, ...]:
+def tile_steps(index: int, constants: TileLoop) -> tuple[int, ...]:
     """Distances in channels from a thread's first row of tile 0 to each of its rows of tile `index`."""
-    codes, channels = value_vector(spec), spec.channels
+    codes, channels = value_vector(constants.S), constants.S.channels
     return tuple((row + index // channels * 8 * codes) * channels + index % channels for row in range(codes))
 
 
 @triton.jit
-def vector_codebook_init(S: tl.constexpr, M: tl.constexpr):
+def init(C: tl.constexpr):
     """Empty accumulator tiles."""
+    M: tl.constexpr = C.M
     acc = ()
-    for _ in tl.static_range(vector_tile_count(S)):
-        acc = acc + (tl.zeros([8 * value_vector(S), M], tl.float32),)
+    for _ in tl.static_range(tile_count(C)):
+        acc = acc + (tl.zeros([8 * value_vector(C.S), M], tl.float32),)
     return acc
 
 
 @triton.jit
-def vector_codebook_accumulate(
-    acc, p, alpha, v, S: tl.constexpr, begin, M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
-    T: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc alpha + p V: accumulator tiles float32 [channels of `vector_tile_channels`, M]."""
+def accumulate(acc, p, alpha, prefetched, table, v, tile, CONST: tl.constexpr):
+    """See `ValueReader`: accumulator tiles float32 [channels of `tile_channels`, M]."""
+    S: tl.constexpr = CONST.S
+    M: tl.constexpr = CONST.M
+    L: tl.constexpr = CONST.L
+    BLOCK: tl.constexpr = CONST.BLOCK
+    T: tl.constexpr = CONST.T
+    PRECISION: tl.constexpr = CONST.PRECISION
+    begin = tile * CONST.N
     C: tl.constexpr = S.channels
     TOKENS: tl.constexpr = S.tokens
     B: tl.constexpr = value_vector(S)
@@ -283,14 +282,14 @@ def vector_codebook_accumulate(
     thread, register = tl.arange(0, 4)[None, None, :, None], tl.arange(0, 4)[:, None, None, None]
     line = register // NEIGHBOURS * (4 * NEIGHBOURS) + thread * NEIGHBOURS + register % NEIGHBOURS
     code = tl.arange(0, 8)[None, :, None, None] * B + tl.arange(0, B)
-    codes = v[0] + begin // TOKENS * (S.dim // C)
+    codes = v.codes + begin // TOKENS * (S.dim // C)
     tl.debug_barrier()
     operands = ()
     for i in tl.static_range(L // JOINED):
         w = p[i].to(T) if JOINED == 1 else tl.reshape(tl.join(p[2 * i].to(T), p[2 * i + 1].to(T)), [M, 2 * SUBTILE])
         operands = operands + (tl.trans(w),)
     new = ()
-    for j in tl.static_range(vector_tile_count(S) // C):
+    for j in tl.static_range(tile_count(CONST) // C):
         parts = ()
         for c in tl.static_range(C):
             parts = parts + (acc[j * C + c] * alpha[None, :],)
@@ -303,7 +302,7 @@ def vector_codebook_accumulate(
             x = unstack_last(x, 8 * B, JOINED * SUBTILE, TOKENS // JOINED * C)
             for i in tl.static_range(TOKENS // JOINED):
                 for c in tl.static_range(C):
-                    numbers = denormalize(x[i * C + c], v, S, vector_tile_channels(j * C + c, S)[:, None])
+                    numbers = denormalize(x[i * C + c], v, S, tile_channels(j * C + c, S)[:, None])
                     w = operands[h * TOKENS // JOINED + i]
                     parts = replace_item(parts, c, tl.dot(numbers, w, parts[c], input_precision=PRECISION))
         new = new + parts
@@ -311,9 +310,40 @@ def vector_codebook_accumulate(
 
 
 @triton.jit
-def vector_codebook_store(acc, out, l_i, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """Store acc / l_i at the pointers `out` [M]."""
-    for i in tl.static_range(vector_tile_count(S)):
-        channel = vector_tile_channels(i, S)
-        mask = (tl.arange(0, M)[None, :] < GROUP) & (channel[:, None] >= 0)
+def store(acc, out, l_i, C: tl.constexpr):
+    """See `ValueReader`."""
+    S: tl.constexpr = C.S
+    M: tl.constexpr = C.M
+    for i in tl.static_range(tile_count(C)):
+        channel = tile_channels(i, S)
+        mask = (tl.arange(0, M)[None, :] < C.GROUP) & (channel[:, None] >= 0)
         tl.store(out[None, :] + channel[:, None], acc[i] / l_i[None, :], mask=mask)
+
+
+@triton.jit
+def whole_queries(q, C: tl.constexpr):
+    """The queries' pointer: they are read plane by plane, since registers hold scores and sums."""
+    return q
+
+
+@triton.jit
+def first_channel(thread, C: tl.constexpr):
+    """Channel of row 0 of accumulator tile 0 in each of 8 threads."""
+    S: tl.constexpr = C.S
+    return tile_channel(0, 0, thread, S)
+
+
+KEYS = KeyReader("codebook.vector.keys", subtiles=True, table=nothing, queries=whole_queries, scores=scores)
+VALUES = ValueReader(
+    "codebook.vector.values",
+    subtiles=True,
+    table=nothing,
+    init=init,
+    prefetch=no_prefetch,
+    accumulate=accumulate,
+    store=store,
+    tiles=tile_count,
+    steps=tile_steps,
+    channel=first_channel,
+    crowded=True,
+)

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from kvq_kernels import fields
+from kvq_kernels.decode_attention.formats.format import Format, Stored
 
 #: Factors on float16 operands: a code is the number code * 2^(offset - 24), and S' of float16 at most 2^15.
 CODE, OPERAND = 2.0**24, 2.0**15
@@ -124,7 +127,7 @@ def _of_pairs(x: Tensor, style: str, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Transformed:
+class Transformed(Format):
     """Keys (before RoPE) or values, packed as codes of a transform's components.
 
     codes: tensors of the parts that `fields` has for the widths, in order, each contiguous from the token axis on:
@@ -147,9 +150,34 @@ class Transformed:
         return -2 if self.block == 1 else -3
 
     @property
-    def room(self) -> int:
-        """Tokens per row that there is room for."""
-        return self.codes[0].shape[2] * self.block
+    def heads(self) -> None:
+        """Not known: one transform may be of several heads."""
+
+    def stored(self) -> list[Stored]:
+        codes = [(f"codes{number}", x.flatten(self.entry), self.block) for number, x in enumerate(self.codes)]
+        return [*codes, ("gain", None if self.gain is None else self.gain.unsqueeze(-1), 1)]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Transformed:
+        entry = self.entry
+        codes = tuple(change(x.flatten(entry)).unflatten(-1, x.shape[entry:]) for x in self.codes)
+        gain = None if self.gain is None else change(self.gain.unsqueeze(-1)).squeeze(-1)
+        return replace(self, codes=codes, gain=gain)
+
+    def unpack(self, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+        assert dim is not None
+        return restore(self, dtype, dim)
+
+    def spec(self, dim: int, **of_side: Any) -> NoReturn:
+        raise ValueError("codes of a transform's components are read by transform_attention alone")
+
+    def pointers(self) -> NoReturn:
+        self.spec(0)
+
+    def strides(self) -> NoReturn:
+        self.spec(0)
+
+    def page_strides(self, heads: Mapping[str, int]) -> NoReturn:
+        self.spec(0)
 
 
 def restore(packed: Transformed, dtype: torch.dtype, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lookup in a small float16 codebook held in registers, by byte permutation; used by `scalar_codebook.py`.
+"""Lookup in a small float16 codebook held in registers, by byte permutation; used by `scalar.py`.
 
 `prmt` picks any four of eight bytes by four 4-bit selectors: the low bytes of four entries at once, then the high ones.
 16 entries take two and a third that chooses between them. Nothing is loaded but the codes.
@@ -6,12 +6,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from triton import knobs
 from triton.language.extra import libdevice
 
-from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.decode_attention.formats.shared import interpreted
+
+if TYPE_CHECKING:
+    from kvq_kernels.decode_attention.formats.codebook import CodebookSpec
 
 #: Selectors for the bytes a0 b0 a1 b1, and a2 b2 a3 b3 of a and b.
 LOWER = tl.constexpr(0x5140)
@@ -19,15 +23,9 @@ UPPER = tl.constexpr(0x7362)
 
 
 @triton.constexpr_function
-def fields(spec: SideSpec) -> int:
+def fields(spec: CodebookSpec) -> int:
     """Fields of a word: field f of word w is channel w + words f."""
     return 32 // spec.field_bits
-
-
-@triton.constexpr_function
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter."""
-    return knobs.runtime.interpret
 
 
 @triton.jit
@@ -45,14 +43,15 @@ def byte_permute(a, b, selectors):
 
 
 @triton.jit
-def load_table(side, S: tl.constexpr):
+def load_table(packed, C: tl.constexpr):
     """(low bytes, high bytes) of the float16 entries, four per int32."""
+    S: tl.constexpr = C.S
     COUNT: tl.constexpr = S.entries
     low, high = (), ()
     for first in tl.static_range(0, COUNT, 4):
         low_bytes, high_bytes = 0, 0
         for i in tl.static_range(min(4, COUNT)):
-            x = tl.load(side[1] + (first + i)).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            x = tl.load(packed.centroids + (first + i)).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             low_bytes |= (x & 255) << (8 * i)
             high_bytes |= ((x >> 8) & 255) << (8 * i)
         low, high = low + (low_bytes,), high + (high_bytes,)
