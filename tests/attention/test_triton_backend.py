@@ -181,6 +181,13 @@ def test_unsupported_storage_is_refused_or_uses_torch(one_layer, method, says):
     assert chosen.summary.startswith("torch (all layers: ") and says in chosen.summary
 
 
+@pytest.mark.parametrize(("head_dim", "says"), [(8, "head_dim=8 is below 16"), (16, None)])
+def test_narrow_heads_are_refused(tiny, head_dim, says):
+    model = tiny("llama", head_dim=head_dim)
+    with attach(model, build("kivi", group=8, **WINDOWS)) as kv:
+        assert triton_backend.unsupported(kv.plans[0], kv.layers[0].rotation) == says
+
+
 @pytest.mark.parametrize(
     ("family", "says"), [("gemma2", "its scores are capped"), ("gptoss", "a logit without a value")]
 )

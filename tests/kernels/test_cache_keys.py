@@ -42,6 +42,35 @@ def test_keys_do_not_depend_on_the_order_of_launches():
     assert alone and alone.items() <= expected.items()
 
 
+PROGRAM_OF_READERS = """
+import triton, triton.language as tl
+from dataclasses import replace
+from kvq_kernels.aot_cases import launches
+from kvq_kernels.decode_attention.formats.shared import nothing
+from kvq_kernels.static import TARGETS, describe
+launch = launches("decode_attention", "sm_90")["kivi-2bit-g32"]
+
+def key(**functions):
+    loop = launch.constants["K"]
+    constants = {**launch.constants, "K": replace(loop, reader=replace(loop.reader, **functions))}
+    return describe(replace(launch, constants=constants), TARGETS["sm_90"]).hash()
+
+assert key() == key(table=nothing)  # its own
+assert key() != key(queries=nothing)
+spec = launch.constants["K"].S
+before = spec.cache_key
+type(spec).element = nothing
+assert spec.cache_key != before
+"""
+
+
+def test_keys_depend_on_functions_that_are_called_through_constants():
+    """Functions of a format, which Triton does not find by their names."""
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = known | {"PYTHONPATH": str(ROOT / "kernels")}
+    subprocess.run([sys.executable, "-c", PROGRAM_OF_READERS], env=environment, check=True)
+
+
 @pytest.mark.slow
 def test_triton_needs_it():
     """Without it keys differ: if this fails, Triton was mended, and `cache_keys` can go."""

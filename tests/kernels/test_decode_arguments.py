@@ -50,6 +50,16 @@ def test_layouts_that_kernels_do_not_read_are_refused():
         Workspace.like(case.query, 0)
 
 
+def test_pytorch_writes_the_output_that_is_given():
+    case = Case(dense, dense, [40, 7], heads=2, group=1)
+    given = case.query, *case.sides, case.lengths, case.scaling
+    new = decode_attention(*given, backend="torch")
+    out = torch.full_like(new, torch.nan)
+    assert decode_attention(*given, backend="torch", out=out) is out and torch.equal(out, new)
+    with pytest.raises(ValueError, match="keys have 0 sinks, values 1"):
+        decode_attention(case.query, case.sides[0], replace(case.sides[1], sinks=torch.zeros(2, 2, 1, 64)), *given[3:])
+
+
 def test_tiles_longer_than_the_tables_of_cosines_are_refused():
     lists = partial(random_outliers, tokens=256)
     case = Case(*TEMPORAL, [200], **HALF, outliers=(lists, None))

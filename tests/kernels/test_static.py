@@ -34,6 +34,17 @@ SASS = """
 """.splitlines()
 
 
+@pytest.mark.parametrize("value", ["1", None])
+def test_compiling_processes_do_not_interpret(monkeypatch, value):
+    """Nor does this one stop to."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    with static._without_interpreter():
+        assert "TRITON_INTERPRET" not in os.environ
+    assert os.environ.get("TRITON_INTERPRET") == value
+
+
 @pytest.fixture
 def code():
     return machine_code.read_nvidia(SASS)

@@ -39,6 +39,19 @@ def test_pieces(lane_bytes):
     Case([90], WIDTHS[lane_bytes], WIDTHS[lane_bytes], dim=128, heads=1).check()
 
 
+def test_several_tiles_of_channels():
+    with trying("transform_attention", {"pairs": 16}):
+        Case([90], dim=64, heads=1).check()
+
+
+def test_pytorch_writes_the_output_that_is_given():
+    case = Case([40, 7])
+    given, rope = (case.query, *case.sides, case.lengths, case.scaling), {"rope": case.rope, "backend": "torch"}
+    new = transform_attention(*given, **rope)
+    out = torch.full_like(new, torch.nan)
+    assert transform_attention(*given, **rope, out=out) is out and torch.equal(out, new)
+
+
 @pytest.mark.slow
 def test_wide_codes_of_large_heads():
     Case([90], WIDTHS[48], WIDTHS[20], dim=256, heads=1).check()
