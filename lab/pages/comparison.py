@@ -17,7 +17,7 @@ from kvq_cli.files import write_text
 from kvq_cli.methods.registry import method_names
 from kvq_cli.papers.scores import Scores, read_scores
 from kvq_cli.papers.targets import ROOT, target
-from lab.pages import drift
+from lab.pages import drift, needles
 from lab.pages.paper_claims import name
 from lab.pages.ranking import COLUMNS, ranked, read_rows
 
@@ -54,7 +54,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     """Return the pages as Markdown by their names in docs/."""
     found = {part: title for part, title in PARTS.items() if (root / part / "comparison.json").exists()}
     written = {_page(part): _part(part, found[part], root) for part in found}
-    return {INDEX: _index(found, root)} | written | drift.pages(root)
+    return {INDEX: _index(found, root)} | written | drift.pages(root) | needles.pages(root)
 
 
 def _page(part: str) -> str:
@@ -83,6 +83,8 @@ def _index(found: Mapping[str, str], root: Path) -> str:
     parts += ["## The papers' claims on all models", CLAIMS, _claims(ranked_here, root)]
     if lines := drift.summary(root):
         parts += ["## Long answers", lines]
+    if lines := needles.summary(root):
+        parts += ["## Needles", lines]
     links = "\n".join(f"- [{_title(part)}, {title}]({_page(part)})" for part, title in found.items())
     parts += ["## All results", f"{ALL}\n\n{links}"]
     return "\n\n".join(filter(None, parts)) + "\n"
