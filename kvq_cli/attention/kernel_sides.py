@@ -14,6 +14,7 @@ from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.prompt_stream import PromptStream
 from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import AnyCodec, KeyRotation, Part
+from kvq_cli.codecs.rotated import RotatedCodec
 from kvq_cli.methods.base import LayerPlan
 
 #: The narrowest head that kernels are tested for; they pad it to twice as many channels.
@@ -31,6 +32,8 @@ def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
         return "keys are divided by a norm before RoPE"  # which a query after RoPE cannot take in
     if plan.values.codec.has_norm:
         return "values are divided by a norm"
+    if plan.keys.codec.rotation is not None and plan.keys.source == "pre_rope" and rotation.style != "none":
+        return "channels of the keys are rotated before RoPE"  # which would turn other pairs of channels
     for name, codec in (("keys", plan.keys.codec), ("values", plan.values.codec)):
         if why := _stored_as(codec).unread_by_kernels:
             return f"of the {name} {why}"
@@ -38,7 +41,9 @@ def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
 
 
 def _stored_as(codec: AnyCodec) -> AnyCodec:
-    """The codec that says how kernels take what `codec` stores."""
+    """The codec that says how kernels take what `codec` stores, in channels that it may have rotated."""
+    if isinstance(codec, RotatedCodec):
+        return _stored_as(codec.base)
     return codec if codec.stored_as is None else _stored_as(codec.stored_as)
 
 

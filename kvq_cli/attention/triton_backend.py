@@ -21,6 +21,7 @@ from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.kernel_tables import KernelTables
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.rotated_channels import attend_rotated
 from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.rows import Forward, RowSpan
 from kvq_cli.cache.stream import StreamReader
@@ -116,19 +117,23 @@ class TritonBackend:
         if norm is not None:  # q . (norm k') = (q norm) . k'
             norm = norm.unsqueeze(2) if query.ndim == 3 else norm[:, :, None, None]
             query = (query.unflatten(1, (norm.shape[1], -1)) * norm).flatten(1, 2).to(query.dtype)
-        # Workspaces are kept for captured steps, which are of one query.
-        workspace = self._tables.workspace(query, keys, values, rope) if query.ndim == 3 else None
-        return attend(
-            query,
-            keys,
-            values,
-            lengths,
-            context.scaling,
-            rope=rope,
-            window=layer.sliding_window,
-            workspace=workspace,
-            backend="triton",
-        )
+
+        def launch(q: Tensor, k: Side, v: Side) -> Tensor:
+            # Workspaces are kept for captured steps, which are of one query.
+            workspace = self._tables.workspace(q, k, v, rope) if q.ndim == 3 else None
+            return attend(
+                q,
+                k,
+                v,
+                lengths,
+                context.scaling,
+                rope=rope,
+                window=layer.sliding_window,
+                workspace=workspace,
+                backend="triton",
+            )
+
+        return attend_rotated(launch, query, keys, values, (layer.plan.keys.codec, layer.plan.values.codec))
 
     def can_capture(self, tokens: int, offsets: list[int], dropped: list[int]) -> bool:
         """Whether the next step of rows of `tokens` tokens each can be captured: all its tensors are on the device and

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvq_kernels.decode_attention.parts import Packed as StoredAlike
     from torch import Tensor
 
+    from kvq_cli.codecs.rotated import ChannelRotation
     from kvq_cli.codecs.transform import TransformCodec
 
 
@@ -109,6 +110,8 @@ class BlockFormat:
     nominal_bits: float
     #: The codec that describes the packed parts to kernels: its parts are the same, but for outliers. None: this one.
     stored_as: Codec | None = None
+    #: The rotation of channels before `base` packs them, in which attention may be computed. None: it has none.
+    rotation: ChannelRotation | None = None
     #: Whether the codes are of all layers together: see `cache.joined`.
     joins_layers: bool = False
     #: Whether files hold packed parts compressed by DEFLATE.

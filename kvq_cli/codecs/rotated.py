@@ -35,6 +35,11 @@ class ChannelRotation(ABC):
     def back(self, y: Tensor) -> Tensor:
         """R^T y, float32."""
 
+    @abstractmethod
+    def transposed(self, device: torch.device) -> Tensor:
+        """R^T, `[head_dim, head_dim]` or `[kv_heads, head_dim, head_dim]` float32: rows times it are rotated in one
+        product, to rounding as `ahead` does."""
+
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors held for all sequences."""
         return {}
@@ -53,7 +58,7 @@ class HadamardRotation(ChannelRotation):
     """
 
     def __init__(self, head_dim: int, flip: bool = False, block: int | None = None) -> None:
-        self._block, self._flip = block or head_dim, flip
+        self._head_dim, self._block, self._flip = head_dim, block or head_dim, flip
         factors(self._block)
         if head_dim % self._block:
             raise UsageError(f"a Hadamard rotation of {block} channels does not divide head_dim={head_dim}")
@@ -65,6 +70,15 @@ class HadamardRotation(ChannelRotation):
     def back(self, y: Tensor) -> Tensor:
         x = hadamard(y.unflatten(-1, (-1, self._block)), inverse=True)
         return (x.mul_(random_signs(self._block, x.device)) if self._flip else x).flatten(-2)
+
+    def transposed(self, device: torch.device) -> Tensor:
+        return _transposed_hadamard(self._head_dim, self._flip, self._block, device)
+
+
+@cache
+def _transposed_hadamard(head_dim: int, flip: bool, block: int, device: torch.device) -> Tensor:
+    """The matrix of a `HadamardRotation`, sent to the device once."""
+    return HadamardRotation(head_dim, flip, block).ahead(torch.eye(head_dim)).to(device)
 
 
 class MatrixRotation(ChannelRotation):
@@ -86,6 +100,9 @@ class MatrixRotation(ChannelRotation):
     def back(self, y: Tensor) -> Tensor:
         return y.float() @ self._matrix
 
+    def transposed(self, device: torch.device) -> Tensor:
+        return self._matrix.mT
+
     def constants(self) -> Mapping[str, Tensor]:
         tables = {"integers.gain": self._product.integers, **self._product.tables()}
         return {"rotation": self._matrix, "spread": self._spread, **tables}
@@ -103,7 +120,9 @@ class RotatedCodec(WrappedCodec):
     A weighted sum of values is rotated back once, instead of each value. Parts are those of `base`.
     """
 
+    #: Under another codec. As the codec of all heads it is read in rotated channels (`attention.rotated_channels`).
     unread_by_kernels = "channels are rotated before they are packed"
+    rotation: ChannelRotation
 
     def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
         super().__init__(base)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvq_cli.attention import transform_backend
 from kvq_cli.attention.kernel_sides import side_of, unsupported
 from kvq_cli.attention.kernel_tables import KernelTables
+from kvq_cli.attention.rotated_channels import attend_rotated
 from kvq_cli.attention.transform_backend import stores_components
 from kvq_cli.codecs.base import KeyRotation
 from kvq_cli.vllm.pages import PagedStream
@@ -57,7 +58,11 @@ class PagedKernels:
         # No workspace is kept: there would be one for each batch size, up to GiB together. torch's caching allocator
         # gives all layers the same memory; while a CUDA graph is captured, that of the graph's pool.
         compute = attend_components if stores_components(layer.plan) else attend
-        return compute(query, keys, values, step.lengths, scaling, rope=rope, backend="triton")
+
+        def launch(q: Tensor, k: Side, v: Side) -> Tensor:
+            return compute(q, k, v, step.lengths, scaling, rope=rope, backend="triton")
+
+        return attend_rotated(launch, query, keys, values, (layer.plan.keys.codec, layer.plan.values.codec))
 
 
 def _side(stream: PagedStream, rotation: KeyRotation, step: Step) -> Side:

@@ -13,7 +13,9 @@ from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.rotated import MatrixRotation, RotatedCodec
 from kvq_cli.codecs.transform import TransformCodec
+from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -87,3 +89,18 @@ def per_head(heads: int, dim: int) -> Codec:
         name: (codebook(block)(1, dim), [head]) for head, (name, block) in enumerate([("t", (4, 1)), ("c", (1, 4))])
     }
     return PerHeadCodec(members, DEVICE)
+
+
+def uniform_codes(heads: int, dim: int) -> Codec:
+    return UniformCodec(4, "token", 16, dim)
+
+
+def rotated(heads: int, dim: int) -> Codec:
+    """By another matrix for each kv head."""
+    noise = torch.randn(heads, dim, dim, generator=torch.Generator().manual_seed(0))
+    matrix = torch.linalg.qr(noise).Q.contiguous().to(DEVICE)
+    return RotatedCodec(uniform_codes(heads, dim), MatrixRotation(matrix, torch.ones(heads, dim, device=DEVICE)))
+
+
+def per_head_rotated(heads: int, dim: int) -> Codec:
+    return PerHeadCodec({"all": (rotated(heads, dim), list(range(heads)))}, DEVICE)

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token, transform
+from codec_methods import (
+    DEVICE,
+    WINDOWS,
+    CodecMethod,
+    codebook,
+    outliers,
+    per_head,
+    per_head_rotated,
+    per_token,
+    rotated,
+    transform,
+    uniform_codes,
+)
 from tiers import slow, slow_cases
 
 from kvq_cli.artifact import load_artifact
@@ -91,6 +103,18 @@ def test_query_heads_per_kv_head(one_layer, prompt, heads):
     same(one_layer(heads, hidden_size=32 * heads[0]), build("kivi", group=16, **WINDOWS), prompt)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32, torch.bfloat16)])
+def test_rotated_channels(one_layer, prompt, dtype):
+    method = build("kivi", bits=4, group=16, rotation="hadamard", **WINDOWS)
+    same(one_layer((2, 1)).to(dtype), method, prompt, max(1e-3, 8 * torch.finfo(dtype).eps))
+
+
+def test_matrix_of_each_head(one_layer, prompt):
+    """Keys alone are rotated, by other matrices for both kv heads; values alone."""
+    same(one_layer((4, 2)), CodecMethod(rotated, uniform_codes, source="post_rope"), prompt)
+    same(one_layer((4, 2)), CodecMethod(uniform_codes, rotated, source="post_rope"), prompt)
+
+
 def test_interleaved_and_scaled_rope(one_layer, prompt):
     same(one_layer((2, 1), rope_parameters=YARN), build("kivi", bits=3, group=16, pre_rope=True, **WINDOWS), prompt)
 
@@ -162,8 +186,9 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("gear"), "a low-rank approximation"),
         (build("zipcache"), "different numbers of bits"),
         (build("innerq", group=16), "use group=32"),
-        (build("kivi", rotation="hadamard"), "channels are rotated"),
-        (build("turboquant"), "channels are rotated"),
+        (build("kivi", rotation="hadamard", pre_rope=True), "rotated before RoPE"),
+        (build("turboquant"), "storage of LloydMaxCodec"),
+        (CodecMethod(per_head_rotated, uniform_codes), "channels are rotated"),
         (CodecMethod(transform(False), codebook(), window=Window(3, 5, 16)), "components of a transform"),
         (CodecMethod(codebook((1, 8), 65536, 8), codebook((1, 8), 65536, 8)), "codes have 16 bits"),
     ],

@@ -15,9 +15,15 @@ from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.methods.registry import build
 
 #: Most operations and launches of a layer: in a step that packs nothing, and in one that does.
-PLAIN = {"kivi": (0, 12), "kvquant": (4, 132), "temporalkv": (4, 32), "klt": (4, 10)}
+PLAIN = {"kivi": (0, 12), "kivi:rotation=hadamard": (0, 56), "kvquant": (4, 132), "temporalkv": (4, 32), "klt": (4, 10)}
 #: The same where a step is captured in a CUDA graph, and of the work that the first layer does for all.
-CAPTURED = {"kivi": (0, 14), "kvquant": (4, 134), "temporalkv": (4, 34), "klt": (4, 12)}
+CAPTURED = {
+    "kivi": (0, 14),
+    "kivi:rotation=hadamard": (0, 58),
+    "kvquant": (4, 134),
+    "temporalkv": (4, 34),
+    "klt": (4, 12),
+}
 SHARED = 30
 DIM, PROMPT, ROOM = 32, 200, 600
 
@@ -66,7 +72,8 @@ class Decoding:
 @pytest.mark.parametrize("captured", [False, True], ids=["plain", "captured"])
 @pytest.mark.parametrize("method", PLAIN)
 def test_decode_steps(model, method, captured):
-    built = build(method, bits=2)
+    name, *options = method.split(":")
+    built = build(name, bits=2, **dict(option.split("=") for option in options))
     given = Artifact(*random_parts(built, model), Path("mine")) if built.calibrates else built
     plain, packing, shared = [], [], []
     with attach(model, given, backend="triton") as attached:

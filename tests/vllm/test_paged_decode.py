@@ -6,7 +6,8 @@ from weakref import ref
 
 import pytest
 import torch
-from kvq_kernels.decode_attention import Workspace, transformed
+from kvq_kernels.decode_attention import Workspace
+from kvq_kernels.decode_attention.formats import transformed
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
 from random_transforms import random_transform
@@ -78,6 +79,7 @@ def compare(model, method: str, form=PLAIN, shard: Shard = WHOLE, tolerance: flo
     "method",
     [
         "kivi:residual=32",
+        "kivi:residual=32:rotation=hadamard",
         "temporalkv:outliers=0.01:hybrid=head",
         *slow(*KERNEL_METHODS, "channelkv:outliers=0.01:sinks=0"),
     ],
