@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from kvq_kernels.decode_attention import Side
+from kvq_kernels.decode_attention.arguments import kv_heads
 from torch import Tensor
 
 from kvq_cli.codecs.base import AnyCodec
@@ -31,9 +32,7 @@ def attend_rotated(
     )
     if of_keys is None and of_values is None:
         return attend(query, keys, values)
-    window = keys.sinks if keys.ring is None else keys.ring
-    assert window is not None
-    turned, heads = query, window.shape[1]
+    turned, heads = query, kv_heads(keys)
     if of_keys is not None:
         turned, keys = _by_head(query, of_keys, heads), _rotated(keys, of_keys)
     if of_values is not None:

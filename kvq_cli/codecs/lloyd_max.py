@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import bits as bitpack
-from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless
+from kvq_cli.codecs.base import Codec, KeyRotation, Packed, Part, refuse_unless
 from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.codecs.ordered_sum import ordered_sum
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
+    from kvq_kernels.decode_attention import Directions
     from torch import Tensor
 
 #: Bits of a code.
@@ -37,6 +39,7 @@ class LloydMaxCodec(Codec):
     """
 
     block_tokens = 1
+    unread_by_kernels: str | None = None
 
     def __init__(self, bits: int, head_dim: int, correct_norm: bool = True) -> None:
         if bits not in BITS:
@@ -47,6 +50,12 @@ class LloydMaxCodec(Codec):
     def layout(self, heads: int, dim: int, dtype: str) -> Layout:
         codes = PartSpec(heads, 1, (bitpack.words_per_row(self.bits, dim),), "int32")
         return Layout({"codes": codes, "norm": PartSpec(heads, 1, (1,), "float16")})
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> Directions:
+        from kvq_kernels.decode_attention import Directions
+
+        codes, norm = parts["codes"].tensor, parts["norm"].tensor
+        return Directions(codes, norm, _tables(self.bits, self.head_dim, codes.device)[0], self.bits, self.correct_norm)
 
     def check(self, packed: Packed) -> None:
         refuse_unless(packed.parts["norm"].tensor >= 0, "norm")

@@ -109,6 +109,11 @@ def test_rotated_channels(one_layer, prompt, dtype):
     same(one_layer((2, 1)).to(dtype), method, prompt, max(1e-3, 8 * torch.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("options", [{}, *slow({"bits": 2, "correct_norm": False, "values": "lloyd_max"})])
+def test_norms_and_directions(one_layer, prompt, options):
+    same(one_layer((2, 1)), build("turboquant", **WINDOWS, **options), prompt)
+
+
 def test_matrix_of_each_head(one_layer, prompt):
     """Keys alone are rotated, by other matrices for both kv heads; values alone."""
     same(one_layer((4, 2)), CodecMethod(rotated, uniform_codes, source="post_rope"), prompt)
@@ -187,7 +192,6 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("zipcache"), "different numbers of bits"),
         (build("innerq", group=16), "use group=32"),
         (build("kivi", rotation="hadamard", pre_rope=True), "rotated before RoPE"),
-        (build("turboquant"), "storage of LloydMaxCodec"),
         (CodecMethod(per_head_rotated, uniform_codes), "channels are rotated"),
         (CodecMethod(transform(False), codebook(), window=Window(3, 5, 16)), "components of a transform"),
         (CodecMethod(codebook((1, 8), 65536, 8), codebook((1, 8), 65536, 8)), "codes have 16 bits"),

@@ -15,7 +15,13 @@ from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.methods.registry import build
 
 #: Most operations and launches of a layer: in a step that packs nothing, and in one that does.
-PLAIN = {"kivi": (0, 12), "kivi:rotation=hadamard": (0, 56), "kvquant": (4, 132), "temporalkv": (4, 32), "klt": (4, 10)}
+PLAIN = {
+    "kivi": (0, 12),
+    "kivi:rotation=hadamard": (0, 56),
+    "kvquant": (4, 132),
+    "temporalkv": (4, 32),
+    "klt": (4, 10),
+}
 #: The same where a step is captured in a CUDA graph, and of the work that the first layer does for all.
 CAPTURED = {
     "kivi": (0, 14),

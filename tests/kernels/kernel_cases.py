@@ -8,6 +8,7 @@ import torch
 from kvq_kernels.decode_attention import (
     Codebook,
     Dense,
+    Directions,
     Outliers,
     PerHead,
     Rope,
@@ -66,6 +67,13 @@ def codebook(
     stats = [x.half() for x in stats]
     token = [(torch.rand(rows, 1, tokens, generator=g) + 0.5).to(dtype) for _ in range(2)] if per_token else []
     return Codebook(codes, centroids, block, *(stats if normalize else (None, None)), *token)
+
+
+def directions(g, shape, dtype, bits=4, unit=True) -> Directions:
+    rows, heads, tokens, dim = shape
+    codes = random_words(g, rows, heads, tokens, words(bits, dim))
+    norm = (torch.rand(rows, heads, tokens, 1, generator=g) * 8 + 1).half()
+    return Directions(codes, norm, torch.randn(2**bits, generator=g).sort().values / dim**0.5, bits, unit)
 
 
 def dense(g, shape, dtype, stored=None) -> Dense:

@@ -9,10 +9,23 @@ import pytest
 import torch
 import triton.language as tl
 from checks import combine
-from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, random_outliers, scalars, uniform
+from kernel_cases import (
+    CHANNEL,
+    HALF,
+    TEMPORAL,
+    Case,
+    codebook,
+    dense,
+    directions,
+    per_head,
+    random_outliers,
+    scalars,
+    uniform,
+)
 from kvq_kernels.decode_attention import decode_attention
 from kvq_kernels.decode_attention.arguments import side_spec
 from kvq_kernels.decode_attention.formats.codebook import scalar, vector
+from kvq_kernels.decode_attention.formats.directions import KEYS, LOOKED_UP
 from kvq_kernels.tuning import trying
 from tiers import slow, slow_cases
 from triton import knobs
@@ -168,6 +181,32 @@ def test_scalar_codebooks_with_other_storage():
     Case(keys, codebook, [200], **HALF, unpacked=(8, 8)).check()
     Case(TEMPORAL[0], values, [200], **HALF, unpacked=(8, 8)).check()
     Case(dense, values, [200]).check()
+
+
+@pytest.mark.parametrize("bits", [2, 4, *slow(1, 3)])
+@pytest.mark.parametrize("dim", [64, *slow(80, 128)])
+def test_directions(bits, dim):
+    keys, values = partial(directions, bits=bits), partial(uniform, axis="token", group=16 if dim == 80 else 32)
+    Case(keys, values, [150, 40], dim=dim, unpacked=(8, 8), sinks=8).check()
+
+
+@pytest.mark.parametrize("unit", [True, False])
+def test_directions_of_values_and_before_rope(unit):
+    """Which are read element by element."""
+    make = partial(directions, unit=unit)
+    Case(make, make, [70], unpacked=(8, 8), sinks=8).check()
+    Case(make, dense, [70], **HALF).check()
+
+
+def test_readers_of_directions():
+    def reader(dim=64, style="none", dtype=tl.float16, **options):
+        return side_spec(Case(partial(directions, **options), dense, [1], dim=dim).sides[0], dim).key_reader(
+            32, style, dim, dtype
+        )
+
+    assert reader() is reader(dim=128, bits=2) is LOOKED_UP
+    assert reader(dim=80) is reader(bits=1) is reader(dtype=tl.float32) is KEYS
+    assert reader(style="half") is None
 
 
 def test_readers_of_codebooks():

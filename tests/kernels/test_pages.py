@@ -16,6 +16,7 @@ from kernel_cases import (
     Case,
     codebook,
     dense,
+    directions,
     per_head,
     random_outliers,
     scalars,
@@ -47,6 +48,7 @@ FAMILIES = {
     "per-head": (*PER_HEAD, {"heads": 3, "outliers": (random_outliers, random_outliers), **HALF, **WINDOWS}),
     "rotated": (*KIVI, {"rope": ("interleaved", 32), "window": 90}),
     "mixed": (scalars(3)[0], codebook, HALF),
+    "turboquant": (directions, KIVI[1], WINDOWS),
 }
 #: Families whose emulated kernels take long.
 LONG = ("kvquant", "per-head")

@@ -30,6 +30,7 @@ KERNEL_METHODS = (
     "kvquant",
     "kvquant:outliers=0",
     "temporalkv",
+    "turboquant:sinks=3:recent=5",
 )
 
 

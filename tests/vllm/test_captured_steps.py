@@ -87,7 +87,7 @@ def test_replayed_steps_equal_the_reference(one_layer, method, dtype):
     assert torch.equal(pages.pool[1:], plain.pool[1:])
 
 
-@pytest.mark.parametrize("method", ["turboquant", "temporalkv:outliers=0.01", "kivi:sinks=5:recent=7"])
+@pytest.mark.parametrize("method", ["oscar-omni", "temporalkv:outliers=0.01", "kivi:sinks=5:recent=7"])
 def test_what_a_graph_cannot_hold(one_layer, method):
     """No kernels; an encoder that looks for the blocks with outliers; keys and values at different places."""
     assert not Pages(one_layer, method, PagedKernels(1024), 1, 40).layer.capturable

@@ -80,6 +80,7 @@ def compare(model, method: str, form=PLAIN, shard: Shard = WHOLE, tolerance: flo
     [
         "kivi:residual=32",
         "kivi:residual=32:rotation=hadamard",
+        "turboquant",
         "temporalkv:outliers=0.01:hybrid=head",
         *slow(*KERNEL_METHODS, "channelkv:outliers=0.01:sinks=0"),
     ],
@@ -201,8 +202,8 @@ def test_batch_sizes_keep_no_workspace(model, monkeypatch):
 
 
 def test_layers_that_kernels_cannot_read_are_computed_by_the_reference(model):
-    """TurboQuant rotates channels; keys and values of this KIVI begin at different places; capped scores."""
-    assert compare(model, "turboquant").kernels is None
+    """No kernel has OSCAR-Omni's norms; keys and values of this KIVI begin at different places; capped scores."""
+    assert compare(model, "oscar-omni").kernels is None
     layer = compare(model, "kivi:sinks=5:recent=7")
     assert layer.kernels is None and layer.key_shift == 32 and layer.value_shift == 5
     compare(model, "kivi:residual=32", ScoreForm.of(3.0, None))

@@ -1,6 +1,6 @@
 """Decode attention over a packed cache (flash decoding): out = softmax(scaling q K^T) V, 1 to 16 queries per row.
 
-Keys and values are one `Side` each: a store of packed tokens (`Uniform`, `Codebook`, `Dense` or `PerHead`), sinks, a
+Keys and values are one `Side` each: a store of packed tokens in one of the `formats` (or several, `PerHead`), sinks, a
 ring buffer of recent tokens, and `count`, the packed tokens of each row, int32 on the device. A store is one block of
 memory (reserved ahead, as a captured graph needs it). `lengths` are the rows' tokens without left padding. Keys that
 are cached before RoPE bring a `Rope`. A codec that divides keys by a norm multiplies the query by it before the call.
@@ -32,7 +32,17 @@ from torch import Tensor
 from kvq_kernels.decode_attention.checks import check_arguments
 from kvq_kernels.decode_attention.formats.transformed import Transform, Transformed
 from kvq_kernels.decode_attention.launch import Workspace, plan_splits, run_kernels
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Pages, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import (
+    Codebook,
+    Dense,
+    Directions,
+    Outliers,
+    Pages,
+    PerHead,
+    Rope,
+    Side,
+    Uniform,
+)
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.decode_attention.tiles import Tile
 from kvq_kernels.launch_device import Backend, uses_triton
@@ -40,6 +50,7 @@ from kvq_kernels.launch_device import Backend, uses_triton
 __all__ = [
     "Codebook",
     "Dense",
+    "Directions",
     "Outliers",
     "Pages",
     "PerHead",

@@ -18,7 +18,7 @@ from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import COMBINE_OPTIONS, Workspace, arguments, combine_constants, constants
 from kvq_kernels.decode_attention.outliers import CHUNK
 from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Directions, Outliers, Packed, Pages, Rope, Side, Uniform
 from kvq_kernels.decode_attention.several_queries import query_rows
 from kvq_kernels.planar import high_words, low_words
 
@@ -36,6 +36,7 @@ PAGED = {
     "temporal-2bit-outliers": 128,
     "channel-2bit": 128,
     "kvquant-2bit": 128,
+    "turboquant-4bit": 64,
 }
 #: Launches of several queries per row: name -> (case, queries).
 SEVERAL_QUERIES = {
@@ -96,6 +97,13 @@ def scalars(bits: int, keys: bool) -> Side:
     return _side(Codebook(codes, _empty(1, 1, 2**bits, 1), (1, 1), *stats, *tokens))
 
 
+def directions(bits: int) -> Side:
+    """TurboQuant's keys: codes of a direction, and a norm per token and head."""
+    words = low_words(bits, DIM) + high_words(bits, DIM)
+    codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
+    return _side(Directions(codes, _empty(ROWS, HEADS, TOKENS, 1), _empty(2**bits, dtype=torch.float32), bits))
+
+
 def with_outliers(side: Side, pooled: bool = False) -> Side:
     """1% outliers per block of 32 tokens: a list per head or, pooled, one list for all heads."""
     blocks = TOKENS // 32
@@ -148,6 +156,8 @@ def storage_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
     cases["temporal-2bit-outliers"] = (with_outliers(keys), with_outliers(values), rotation)
     for bits in (2, 3, 4):
         cases[f"kvquant-{bits}bit"] = (scalars(bits, keys=True), scalars(bits, keys=False), rope())
+    for bits in (3, 4):
+        cases[f"turboquant-{bits}bit"] = (directions(bits), uniform(bits, "token", 128), None)
     keys, values, rotation = cases["kvquant-2bit"]
     cases["kvquant-2bit-outliers"] = (with_outliers(keys), with_outliers(values, pooled=True), rotation)
     return cases
@@ -171,8 +181,10 @@ def family(keys: Side, values: Side) -> str:
     """Return the kind of data that the main loop of a case reads, one of `kvq_kernels.aot_cases.KINDS`; "none" for
     float32, which no matrix unit multiplies."""
     kinds = {type(side.packed) for side in (keys, values)}
-    if Codebook in kinds or Uniform in kinds:
-        return "codebook" if Codebook in kinds else "uniform"
+    if kinds & {Codebook, Directions}:
+        return "codebook"
+    if Uniform in kinds:
+        return "uniform"
     return "none" if any(side.members[0].product_type == torch.float32 for side in (keys, values)) else "dense"
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvq_kernels.decode_attention.formats.codebook import Codebook
 from kvq_kernels.decode_attention.formats.dense import Dense
+from kvq_kernels.decode_attention.formats.directions import Directions
 from kvq_kernels.decode_attention.formats.transformed import Transformed
 from kvq_kernels.decode_attention.formats.uniform import Uniform
 
 #: Storage formats of heads that are stored alike.
-Packed: TypeAlias = Dense | Uniform | Codebook | Transformed
+Packed: TypeAlias = Dense | Uniform | Codebook | Directions | Transformed
 
 
 @dataclass(frozen=True)
