@@ -78,7 +78,7 @@ class HadamardRotation(ChannelRotation):
 @cache
 def _transposed_hadamard(head_dim: int, flip: bool, block: int, device: torch.device) -> Tensor:
     """The matrix of a `HadamardRotation`, sent to the device once."""
-    return HadamardRotation(head_dim, flip, block).ahead(torch.eye(head_dim)).to(device)
+    return HadamardRotation(head_dim, flip, block).ahead(torch.eye(head_dim, dtype=torch.float32)).to(device)
 
 
 class MatrixRotation(ChannelRotation):
