@@ -48,7 +48,8 @@ def test_committed_file_is_up_to_date(script, tmp_path):
 
 def test_every_script_is_part_of_make_docs():
     # Libraries, and those that other targets run, on results and on a recorded session.
-    others = {"comparison", "drawing", "drift", "paper_claims", "picture", "ranking", "reproduction", "session", "site"}
+    others = {"comparison", "drawing", "drift", "needles", "paper_claims", "picture", "ranking", "reproduction"}
+    others |= {"session", "site"}
     by_rows = {"models"}  # checked by tests/attention/test_model_families.py
     scripts = {path.stem for path in (ROOT / "lab" / "pages").glob("*.py")} - others
     assert scripts == {*PAGES, *by_rows}

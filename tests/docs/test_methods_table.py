@@ -21,7 +21,11 @@ from kvq_cli.vllm.served import served_options
 
 HEADER = "| method | calibration | Triton kernels | timed on a GPU | `kvq serve` | `kvq tune` |"
 #: What a cell that begins with "yes" or "with" leaves out or asks for, in --compare's form.
-EXCEPTIONS = {"without `rotation`": {"rotation": "hadamard"}, "without `entries=65536`": {"entries": 65536}}
+EXCEPTIONS = {
+    "without `rotation`": {"rotation": "hadamard"},
+    "without `rotation` before RoPE": {"rotation": "hadamard", "pre_rope": True},
+    "without `entries=65536`": {"entries": 65536},
+}
 
 #: Prefixes of benchmarks' stores that are not the method's name.
 STORES = {"temporalkv": "temporal-", "channelkv": "channel-"}
