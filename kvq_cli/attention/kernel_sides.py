@@ -35,16 +35,19 @@ def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
     if plan.keys.codec.rotation is not None and plan.keys.source == "pre_rope" and rotation.style != "none":
         return "channels of the keys are rotated before RoPE"  # which would turn other pairs of channels
     for name, codec in (("keys", plan.keys.codec), ("values", plan.values.codec)):
-        if why := _stored_as(codec).unread_by_kernels:
+        if why := _stored_as(_rotated(codec)).unread_by_kernels:
             return f"of the {name} {why}"
     return None
 
 
 def _stored_as(codec: AnyCodec) -> AnyCodec:
-    """The codec that says how kernels take what `codec` stores, in channels that it may have rotated."""
-    if isinstance(codec, RotatedCodec):
-        return _stored_as(codec.base)
+    """The codec that says how kernels take what `codec` stores."""
     return codec if codec.stored_as is None else _stored_as(codec.stored_as)
+
+
+def _rotated(codec: AnyCodec) -> AnyCodec:
+    """The codec that packs what `codec` may have rotated: of all heads, and before any other change of numbers."""
+    return codec.base if isinstance(codec, RotatedCodec) else codec
 
 
 def norm_of(stream: StreamReader) -> Tensor | None:
@@ -83,4 +86,4 @@ def side_of(
         index, value = (stored[name] for name in ("outlier_index", "outlier_value"))
         start = stored.get("outlier_start")
         outliers = Outliers(index.tensor, value.tensor, index.unit, None if start is None else start.tensor)
-    return Side(_stored_as(codec).kernel_storage(stored, rotation), count, sinks, ring, outliers, norm, pages)
+    return Side(_stored_as(_rotated(codec)).kernel_storage(stored, rotation), count, sinks, ring, outliers, norm, pages)

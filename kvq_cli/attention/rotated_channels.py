@@ -25,7 +25,7 @@ def attend_rotated(
     q . k, and a weighted sum of rotated values is rotated back.
 
     query: `[rows, query_heads, head_dim]` or `[rows, query_heads, queries, head_dim]`; the result has its shape and
-    type. Rotated 16-bit queries are rounded to float16, rotated sinks and recent tokens are float32.
+    type. Rotated queries are rounded to it, rotated sinks and recent tokens are float32.
     """
     of_keys, of_values = (
         None if codec.rotation is None else codec.rotation.transposed(query.device) for codec in codecs
@@ -37,16 +37,17 @@ def attend_rotated(
         turned, keys = _by_head(query, of_keys, heads), _rotated(keys, of_keys)
     if of_values is not None:
         values = _rotated(values, of_values)
-    turned = turned.to(torch.float32 if query.dtype == torch.float32 else torch.float16)
-    out = attend(turned.contiguous(), keys, values)
+    out = attend(turned.to(query.dtype).contiguous(), keys, values)
     return (out if of_values is None else _by_head(out, of_values.mT, heads)).to(query.dtype)
 
 
+@torch.no_grad()
 def _by_head(x: Tensor, matrix: Tensor, heads: int) -> Tensor:
     """Rows of `x` times the matrix of each query head's kv head, or of all, in float32."""
     return (x.float().unflatten(1, (heads, -1)).flatten(2, -2) @ matrix).reshape(x.shape)
 
 
+@torch.no_grad()
 def _rotated(side: Side, matrix: Tensor) -> Side:
     """The side whose sinks and recent tokens are rotated as the packed ones are."""
     sinks, ring = (None if x is None else x.float() @ matrix for x in (side.sinks, side.ring))

@@ -77,8 +77,9 @@ class HadamardRotation(ChannelRotation):
 
 @cache
 def _transposed_hadamard(head_dim: int, flip: bool, block: int, device: torch.device) -> Tensor:
-    """The matrix of a `HadamardRotation`, sent to the device once."""
-    return HadamardRotation(head_dim, flip, block).ahead(torch.eye(head_dim, dtype=torch.float32)).to(device)
+    """The matrix of a `HadamardRotation`, sent to the device once, for all modes of autograd."""
+    with torch.inference_mode(False), torch.no_grad():
+        return HadamardRotation(head_dim, flip, block).ahead(torch.eye(head_dim, dtype=torch.float32)).to(device)
 
 
 class MatrixRotation(ChannelRotation):

@@ -21,6 +21,7 @@ class WrappedCodec(Codec):
     def __init__(self, base: Codec) -> None:
         self.base = base
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        self.kernel_tile = base.kernel_tile
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()

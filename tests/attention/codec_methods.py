@@ -104,3 +104,8 @@ def rotated(heads: int, dim: int) -> Codec:
 
 def per_head_rotated(heads: int, dim: int) -> Codec:
     return PerHeadCodec({"all": (rotated(heads, dim), list(range(heads)))}, DEVICE)
+
+
+def rotated_below_outliers(heads: int, dim: int) -> Codec:
+    edge = torch.ones(heads, dim, device=DEVICE)
+    return OutlierCodec(rotated(heads, dim), -edge, edge, 0.01, torch.float32)

@@ -17,6 +17,7 @@ from codec_methods import (
     per_head_rotated,
     per_token,
     rotated,
+    rotated_below_outliers,
     transform,
     uniform_codes,
 )
@@ -114,6 +115,30 @@ def test_norms_and_directions(one_layer, prompt, options):
     same(one_layer((2, 1)), build("turboquant", **WINDOWS, **options), prompt)
 
 
+@pytest.mark.parametrize("method", ["kivi:rotation=hadamard", "turboquant"])
+def test_a_matrix_made_in_inference_mode_serves_gradients(one_layer, method):
+    """The model asks for gradients of what is computed after it, not of attention by kernels."""
+    model, (name, *options) = one_layer((2, 1)), method.split(":")
+    ids = torch.arange(3, 24, device=DEVICE)[None]
+    with attach(model, build(name, **dict(x.split("=") for x in options), **WINDOWS), backend="triton") as kv:
+        cache = kv.new_cache()
+        with torch.inference_mode():
+            model(ids[:, :-2], past_key_values=cache)
+            model(ids[:, -2:-1], past_key_values=cache)
+        assert model(ids[:, -1:], past_key_values=cache).logits.isfinite().all()
+
+
+def test_large_values_of_bfloat16(one_layer):
+    """Beyond float16's range, in tokens that are not packed."""
+    model = one_layer((2, 1)).bfloat16()
+    next(p for name, p in model.named_parameters() if "v_proj" in name).data.mul_(1e6)
+    ids = torch.arange(3, 7, device=DEVICE)[None]
+    with attach(model, build("kivi", rotation="hadamard", **WINDOWS), backend="triton") as kv:
+        cache = kv.new_cache()
+        model(ids[:, :-1], past_key_values=cache)
+        assert model(ids[:, -1:], past_key_values=cache).logits.isfinite().all()
+
+
 def test_matrix_of_each_head(one_layer, prompt):
     """Keys alone are rotated, by other matrices for both kv heads; values alone."""
     same(one_layer((4, 2)), CodecMethod(rotated, uniform_codes, source="post_rope"), prompt)
@@ -193,6 +218,7 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("innerq", group=16), "use group=32"),
         (build("kivi", rotation="hadamard", pre_rope=True), "rotated before RoPE"),
         (CodecMethod(per_head_rotated, uniform_codes), "channels are rotated"),
+        (CodecMethod(rotated_below_outliers, uniform_codes, window=Window(3, 5, 32)), "channels are rotated"),
         (CodecMethod(transform(False), codebook(), window=Window(3, 5, 16)), "components of a transform"),
         (CodecMethod(codebook((1, 8), 65536, 8), codebook((1, 8), 65536, 8)), "codes have 16 bits"),
     ],

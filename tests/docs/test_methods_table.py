@@ -23,7 +23,7 @@ HEADER = "| method | calibration | Triton kernels | timed on a GPU | `kvq serve`
 #: What a cell that begins with "yes" or "with" leaves out or asks for, in --compare's form.
 EXCEPTIONS = {
     "without `rotation`": {"rotation": "hadamard"},
-    "without `rotation` before RoPE": {"rotation": "hadamard", "pre_rope": True},
+    "`rotation` after RoPE alone": {"rotation": "hadamard", "pre_rope": True},
     "without `entries=65536`": {"entries": 65536},
 }
 

@@ -40,8 +40,8 @@ def _within_shared_memory(tile: Tile, keys: SideSpec, values: SideSpec) -> Tile:
 
 
 def shape_class(keys: SideSpec, values: SideSpec) -> str:
-    """Key of the tuning table, by the side that takes most work: "dense", "uniform/2bit" (bits of a code),
-    "codebook/4" (numbers of a code's block) or, with outliers, "codebook/4/outliers"."""
+    """Key of the tuning table, by the side that takes most work, of equal ones the keys: "dense", "uniform/2bit" (bits
+    of a code), "directions/4bit", "codebook/4" (numbers of a code's block) or, with outliers, "codebook/4/outliers"."""
     other, side = sorted((values, keys), key=lambda spec: spec.work)
     return side.shape_class(other)
 

@@ -17,7 +17,7 @@ query's type, for `decode_attention`.
 
     launch.py, configs.py      splits, tuned tiles    kernel.py, addresses.py  the pass over packed and exact tokens
     arguments.py, checks.py    tensors as arguments   codes.py                 words to float16 numbers
-    decode_attention/transformed.py  the format       rotated_keys.py          a tile's keys, turned queries
+    rotated_keys.py            a tile's keys, turned queries; the format is in decode_attention/formats/transformed.py
 """
 
 from __future__ import annotations

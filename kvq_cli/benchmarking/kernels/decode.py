@@ -22,14 +22,14 @@ from kvq_cli.benchmarking.kernels.experiment import Case, Sizes, generator, rand
 SHAPES = [(1, 4096), (1, 32768), (8, 4096), (1, 131072), (8, 32768), (8, 131072)]
 DRY_SHAPES = [(1, 256)]
 CHECKED_SHAPES = [(1, 512)]
-DRY_STORES = ("fp16", "kivi-2bit-g32", "temporal-2bit")
+DRY_STORES = ("fp16", "kivi-2bit-g32", "temporal-2bit", "turboquant-4bit")
 #: Unpacked tokens of the residual window; all older ones but the sinks are packed.
 RECENT = 96
 #: Where many exact tokens are timed, to measure the kernel's `EXACT_COST`: the time of one.
 TAIL_SHAPE, TAIL = (1, 32768), 1120
 TAIL_STORES = ("kivi-2bit-g32", "innerq-2bit", "temporal-2bit", "kvquant-2bit")
 #: Tensors of a store with an entry per sequence and token (or group of tokens); the others are constants.
-PER_TOKEN = {"numbers", "codes", "scale", "zero", "sign", "token_scale", "token_zero"}
+PER_TOKEN = {"numbers", "codes", "scale", "zero", "sign", "token_scale", "token_zero", "norm"}
 BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -70,8 +70,9 @@ class DecodeShape:
         size = list(x.shape)
         if name in PER_TOKEN:
             size[0], size[2] = self.batch, size[2] * self.context // aot_cases.TOKENS
-        heads = 1 if name in PER_TOKEN else 0
-        size[heads] = min(size[heads], self.heads)
+        if len(size) > 1:  # else it is of all heads
+            heads = 1 if name in PER_TOKEN else 0
+            size[heads] = min(size[heads], self.heads)
         return tuple(size)
 
 
@@ -175,8 +176,8 @@ def _random_side(side: Side, shape: DecodeShape, random: torch.Generator, recent
     tensors: dict[str, Any] = {
         name: random_tensor(shape.resize(name, x), x.dtype, random) for name, x in _tensors(side).items()
     }
-    if "scale" in tensors:
-        tensors["scale"] = tensors["scale"].abs()  # in a hybrid, a negative scale marks an asymmetric group
+    for name in {"scale", "norm"} & tensors.keys():
+        tensors[name] = tensors[name].abs()  # in a hybrid, a negative scale marks an asymmetric group
     sinks, ring = (
         random_tensor((shape.batch, shape.heads, *x.shape[2:]), x.dtype, random) for x in (side.sinks, side.ring)
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_kernels.decode_attention.by_element import queries
+from kvq_kernels.decode_attention.by_element import init, queries, store, tile_count
 from kvq_kernels.decode_attention.formats.codebook.byte_permute import fields, load_table
 from kvq_kernels.decode_attention.formats.codebook.scalar import (
     decode_key_fields,
@@ -21,8 +21,8 @@ from kvq_kernels.decode_attention.formats.codebook.scalar import (
     unrotated_queries,
 )
 from kvq_kernels.decode_attention.formats.codes import load_code, unpack_words
-from kvq_kernels.decode_attention.formats.format import Format, KeyReader, SideSpec, Stored, head_strides
-from kvq_kernels.decode_attention.formats.shared import moved, nothing
+from kvq_kernels.decode_attention.formats.format import Format, KeyReader, SideSpec, Stored, ValueReader, head_strides
+from kvq_kernels.decode_attention.formats.shared import moved, no_prefetch, nothing
 from kvq_kernels.decode_attention.tiles import column_tiles
 from kvq_kernels.planar import high_words, low_bits, low_words
 
@@ -73,18 +73,24 @@ def centroids_of(packed, S: tl.constexpr, token, channel, mask):
 
 @triton.jit
 def element(packed, S: tl.constexpr, token, channel, mask):
-    """See `SideSpec`. All of a token's codes are read for the length of its centroids."""
+    """See `SideSpec`."""
+    inside = tl.max(mask.to(tl.int32), axis=1)[:, None] > 0
+    return centroids_of(packed, S, token, channel, mask) * scales_of(packed, S, token, inside)
+
+
+@triton.jit
+def scales_of(packed, S: tl.constexpr, token, mask):
+    """float32 [tokens, 1]: norms, divided by the length of the centroids with `unit`; 0 where not `mask`."""
     scale = tl.load(packed.norm + token, mask=mask, other=0.0).to(tl.float32)
     if S.unit:
         D: tl.constexpr = S.dim
-        inside = tl.max(mask.to(tl.int32), axis=1)[:, None] > 0
         squares = tl.zeros([token.shape[0], 1], tl.float32)
         for j in tl.static_range((D + COLUMNS - 1) // COLUMNS):
             column = j * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            x = centroids_of(packed, S, token, column, inside & (column < D))
+            x = centroids_of(packed, S, token, column, mask & (column < D))
             squares += tl.sum(x * x, axis=1)[:, None]
         scale *= tl.where(squares > 0, tl.rsqrt(squares), 0.0)
-    return centroids_of(packed, S, token, channel, mask) * scale
+    return scale
 
 
 @triton.jit
@@ -144,9 +150,35 @@ def lookup_scores(queries, table, k, tile, rope, start, C: tl.constexpr):
     return (tl.trans(qk) * scale[None, :],)
 
 
+@triton.jit
+def accumulate(acc, p, alpha, prefetched, table, v, tile, C: tl.constexpr):
+    """See `ValueReader`: column tiles [M, E]; a token's scale is computed once."""
+    S: tl.constexpr = C.S
+    N: tl.constexpr = C.N
+    E: tl.constexpr = C.E
+    T: tl.constexpr = C.T
+    token = (tile * N + tl.arange(0, N))[:, None]
+    scale = scales_of(v, S, token, token >= 0)
+    new = ()
+    for j in tl.static_range(tile_count(C)):
+        channel = (j * E + tl.arange(0, E))[None, :]
+        x = centroids_of(v, S, token, channel, channel < S.dim) * scale
+        new = new + (tl.dot(p[0].to(T), x.to(T), acc[j] * alpha[:, None], input_precision=C.PRECISION),)
+    return new
+
+
 KEYS = KeyReader("directions.keys", subtiles=False, table=nothing, queries=queries, scores=scores)
 LOOKED_UP = KeyReader(
     "directions.looked_up", subtiles=False, table=load_table, queries=lookup_queries, scores=lookup_scores
+)
+VALUES = ValueReader(
+    "directions.values",
+    subtiles=False,
+    table=nothing,
+    init=init,
+    prefetch=no_prefetch,
+    accumulate=accumulate,
+    store=store,
 )
 
 
@@ -161,7 +193,6 @@ class DirectionsSpec(SideSpec):
 
     words: int
     unit: bool
-    has_std: ClassVar[bool] = False
 
     @property
     def entries(self) -> int:
@@ -187,10 +218,13 @@ class DirectionsSpec(SideSpec):
         whole = self.nvidia and self.words in (4, 8, 16, 32) and self.words * fields(self) == self.dim
         return LOOKED_UP if whole and self.bits > 1 and dtype == tl.float16 else KEYS
 
+    def value_reader(self, tokens: int, dtype: tl.dtype) -> ValueReader | None:
+        return None if self.outliers else VALUES
+
 
 @dataclass(frozen=True)
 class Directions(Format):
-    """Centroids of a token's coordinates, times its norm: x' = n c[q], or n c[q] / ||c[q]|| with `unit`.
+    """Centroids of a token's coordinates, none of which is 0, and its norm: x' = n c[q], with `unit` over ||c[q]||.
 
     codes: int32 words `[B, H, T, W]`, planar as those of `Uniform`. norm: floating `[B, H, T, 1]`.
     centroids: float32 `[2^bits]`, for all channels and heads.

@@ -1,4 +1,4 @@
-"""Lookup in a small float16 codebook held in registers, by byte permutation; used by `scalar.py`.
+"""Lookup in a small float16 codebook held in registers, by byte permutation; used by `scalar.py` and `directions.py`.
 
 `prmt` picks any four of eight bytes by four 4-bit selectors: the low bytes of four entries at once, then the high ones.
 16 entries take two and a third that chooses between them. Nothing is loaded but the codes.
