@@ -23,11 +23,11 @@ from checks import (
     transform_attention,
     transform_pack,
 )
-from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
+from kernel_cases import DEVICE, Case, codebook, dense, directions, random_outliers, uniform
 from kvq_kernels import fields, static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
-from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
+from kvq_kernels.decode_attention import Codebook, Dense, Directions, Outliers, Side, Uniform
 from kvq_kernels.decode_attention.aot_cases import COMBINED, DIM, GROUP, HEADS, SEVERAL_QUERIES, launch_cases
 from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.quantize_pack.aot_cases import layouts
@@ -139,6 +139,8 @@ def random_like(packed):
         heads, books, entries, _ = packed.centroids.shape
         kinds = {"normalize": packed.mean is not None, "per_token": packed.token_scale is not None}
         return partial(codebook, block=packed.block, entries=entries, share=DIM // books, book_heads=heads, **kinds)
+    if isinstance(packed, Directions):
+        return partial(directions, bits=packed.bits, unit=packed.unit)
     return partial(uniform, bits=packed.bits, axis=packed.axis, group=packed.group, mode=packing_mode(packed))
 
 
