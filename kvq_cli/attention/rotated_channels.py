@@ -19,7 +19,7 @@ def attend_rotated(
     query: Tensor,
     keys: Side,
     values: Side,
-    codecs: tuple[AnyCodec, ...],
+    codecs: tuple[AnyCodec, AnyCodec],
 ) -> Tensor:
     """`attend(query, keys, values)`, where the codecs of keys and values may have rotated channels: (R q) . (R k) is
     q . k, and a weighted sum of rotated values is rotated back.

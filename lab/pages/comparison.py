@@ -18,7 +18,7 @@ from kvq_cli.methods.registry import method_names
 from kvq_cli.papers.scores import Scores, read_scores
 from kvq_cli.papers.targets import ROOT, target
 from lab.pages import drift, needles
-from lab.pages.paper_claims import name
+from lab.pages.paper_claims import title
 from lab.pages.ranking import COLUMNS, ranked, read_rows
 
 INDEX = "COMPARISON.md"
@@ -70,8 +70,7 @@ def _short(part: str) -> str:
 
 
 def _title(part: str) -> str:
-    model = name(part.split("/")[0])
-    return model[0].upper() + model[1:]
+    return title(part.split("/")[0])
 
 
 def _index(found: Mapping[str, str], root: Path) -> str:

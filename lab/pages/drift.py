@@ -14,7 +14,7 @@ from kvq_cli.evaluation.plot import measured_bits
 from kvq_cli.evaluation.tabulate import EXACT, longest_cache
 from kvq_cli.models import GEMMA3_270M, REFERENCE, SMOLLM2
 from kvq_cli.papers.scores import Scores, read_scores
-from lab.pages.paper_claims import name
+from lab.pages.paper_claims import title
 
 PAGE, MODELS = "comparison/drift.md", (SMOLLM2, GEMMA3_270M, REFERENCE)
 INTRODUCTION = (
@@ -41,7 +41,7 @@ def pages(root: Path) -> dict[str, str]:
         tokens = round(longest_cache(one)["tokens"]) + 1  # the last token is scored, not stored
         answers = one["n-samples"]["drift"]["effective"]
         what = f"{answers} texts of {tokens:,} tokens: the first fifth of each is a prompt, the rest an answer."
-        parts += [f"## {_title(model)}", what, _table(folder, methods)]
+        parts += [f"## {title(model)}", what, _table(folder, methods)]
     return {PAGE: "\n\n".join(parts) + "\n"}
 
 
@@ -52,7 +52,7 @@ def summary(root: Path) -> str:
         scores = read_scores(folder) or {}
         grown = [label for label in scores if label != EXACT and _grows(scores, label).endswith("*")]
         which = f"grows beyond chance for {', '.join(grown)}" if grown else "grows beyond chance for no method"
-        lines.append(f"- {_title(model)}: KL {which}.")
+        lines.append(f"- {title(model)}: KL {which}.")
     if not lines:
         return ""
     return (
@@ -91,8 +91,3 @@ def _grows(scores: Scores, label: str) -> str:
         for place in ("first", "last")
     )
     return f"{sum(last) / sum(first):.2f}" + (" *" if paired(last, first).differs else "")
-
-
-def _title(model: str) -> str:
-    shown = name(model)
-    return shown[0].upper() + shown[1:]

@@ -10,7 +10,7 @@ from typing import Any
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.plot import measured_bits
 from kvq_cli.models import GEMMA3_270M, SMOLLM2
-from lab.pages.paper_claims import name
+from lab.pages.paper_claims import title
 
 PAGE, MODELS = "comparison/needles.md", (SMOLLM2, GEMMA3_270M)
 TOKENS, TASKS = 1024, ("niah_single_2", "niah_single_3", "niah_multivalue")
@@ -30,7 +30,7 @@ def pages(root: Path) -> dict[str, str]:
         return {}
     parts = ["# RULER's needles", INTRODUCTION]
     for model, methods in found.items():
-        parts += [f"## {_title(model)}", _table(methods)]
+        parts += [f"## {title(model)}", _table(methods)]
     return {PAGE: "\n\n".join(parts) + "\n"}
 
 
@@ -45,7 +45,7 @@ def summary(root: Path) -> str:
         f"Mean of three of RULER's tasks at 1,024 tokens ([each task]({PAGE})), in percent of the answers, and "
         "measured bits:"
     )
-    return f"{text}\n\n{markdown(['method', *map(_title, found)], cells)}"
+    return f"{text}\n\n{markdown(['method', *map(title, found)], cells)}"
 
 
 def _measured(root: Path) -> dict[str, Mapping[str, Mapping[str, Any]]]:
@@ -70,8 +70,3 @@ def _mean(one: Mapping[str, Any] | None) -> str:
 def _percent(one: Mapping[str, Any], task: str) -> str:
     found = one["results"][task]
     return f"{100 * found[f'{TOKENS},none']:.1f} ±{100 * found[f'{TOKENS}_stderr,none']:.1f}"
-
-
-def _title(model: str) -> str:
-    shown = name(model)
-    return shown[0].upper() + shown[1:]

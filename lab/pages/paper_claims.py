@@ -29,6 +29,12 @@ def name(model: str) -> str:
     return NAMES.get(model, model)
 
 
+def title(model: str) -> str:
+    """Return the model's name as a heading."""
+    shown = name(model)
+    return shown[0].upper() + shown[1:]
+
+
 def paper_page(paper: str, judged: Sequence[Verdicts], models: Sequence[str], root: Path = ROOT) -> str:
     """Return the page of a paper's claims as Markdown."""
     cells = [alike(each, lambda its, model: verdict(its, model, root) + _because(its, model, root)) for each in judged]

@@ -24,7 +24,7 @@ from kvq_kernels.decode_attention.formats.codes import load_code, unpack_words
 from kvq_kernels.decode_attention.formats.format import Format, KeyReader, SideSpec, Stored, ValueReader, head_strides
 from kvq_kernels.decode_attention.formats.shared import moved, no_prefetch, nothing
 from kvq_kernels.decode_attention.tiles import column_tiles
-from kvq_kernels.planar import high_words, low_bits, low_words
+from kvq_kernels.planar import high_words, low_words
 
 #: Channels of a token whose squares are summed at a time.
 COLUMNS = tl.constexpr(32)
@@ -198,11 +198,6 @@ class DirectionsSpec(SideSpec):
     def entries(self) -> int:
         """Centroids."""
         return 1 << self.bits
-
-    @property
-    def field_bits(self) -> int:
-        """Bits of a code in its field of a word; the third bits of 3-bit codes are in words of their own."""
-        return low_bits(self.bits)
 
     @property
     def row(self) -> int:

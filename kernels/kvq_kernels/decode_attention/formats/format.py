@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_kernels.cache_keys import digest
+from kvq_kernels.planar import low_bits
 
 #: (name, tensor `[B, H, T, W]` or None, tokens of one of the T) of a format's tensors that grow with the tokens.
 Stored = tuple[str, Tensor | None, int]
@@ -124,6 +125,11 @@ class SideSpec(ABC):
     def value_reader(self, tokens: int, dtype: tl.dtype) -> ValueReader | None:
         """How tiles of so many values are read; None: element by element."""
         return None
+
+    @property
+    def field_bits(self) -> int:
+        """Bits of a code in its field of a word; the third bits of 3-bit codes are in words of their own."""
+        return low_bits(self.bits)
 
     @property
     def opaque_tiles(self) -> bool:

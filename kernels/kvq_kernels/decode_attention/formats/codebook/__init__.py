@@ -35,7 +35,7 @@ from kvq_kernels.decode_attention.formats.format import (
     ValueReader,
     head_strides,
 )
-from kvq_kernels.planar import high_words, low_bits, low_words
+from kvq_kernels.planar import high_words, low_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,6 @@ class CodebookSpec(SideSpec):
     token_scaled: bool = False
     has_zero: bool = False
     has_std: bool = False
-
-    @property
-    def field_bits(self) -> int:
-        """Bits of a code in its field of a word; the third bits of 3-bit codes are in words of their own."""
-        return low_bits(self.bits)
 
     @property
     def row(self) -> int:

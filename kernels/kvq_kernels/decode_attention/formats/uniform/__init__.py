@@ -33,7 +33,7 @@ from kvq_kernels.decode_attention.formats.uniform.elements import (
 from kvq_kernels.decode_attention.formats.uniform.keys import KEYS
 from kvq_kernels.decode_attention.formats.uniform.planes import field_shares, fields_per_plane, group_fields
 from kvq_kernels.decode_attention.formats.uniform.values import VALUES
-from kvq_kernels.planar import high_words, low_bits, low_words
+from kvq_kernels.planar import high_words, low_words
 
 #: Groups of a token at most: zero-points of all groups, times sums of queries in two parts, are one product of 16.
 MAX_GROUPS = 8
@@ -59,11 +59,6 @@ class UniformSpec(SideSpec):
     sign_bits: int = 0
     hybrid: bool = False
     has_zero: bool = False
-
-    @property
-    def field_bits(self) -> int:
-        """Bits of a code in its field of a word; the third bits of 3-bit codes are in words of their own."""
-        return low_bits(self.bits)
 
     @property
     def row(self) -> int:
